@@ -1,0 +1,206 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from slotpin import __version__
+from slotpin.config import Loaded, as_json, describe, find_config, load
+from slotpin.errors import UserError
+from slotpin.llama.build import BuildOptions, build_server
+from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, server_args
+from slotpin.llama.model import check_model, default_model
+from slotpin.service import serve, up
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit status."""
+    arguments, after = _split(list(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(arguments)
+    if after and options.command is not _up:
+        _parser().error(f"nothing is passed on after --: {' '.join(after)}")
+    options.server_args = after
+    try:
+        options.command(options)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"slotpin: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands after `--` belongs to llama-server."""
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slotpin",
+        description="Keeps llama-server's KV cache for the conversation that owns it.",
+        epilog="Configuration: docs/configuration.md",
+    )
+    parser.add_argument("--version", action="version", version=f"slotpin {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    serve_parser = _command(commands, "serve", _serve, "run the proxy in front of a llama-server that is running")
+    _add_settings(serve_parser)
+
+    up_parser = _command(
+        commands, "up", _up, "build and start llama-server, and the proxy in front of it", "[-- LLAMA_SERVER_ARG ...]"
+    )
+    _add_settings(up_parser)
+    _add_build(up_parser)
+    up_parser.add_argument("--model", type=Path, metavar="FILE", help="GGUF model (default: Gemma 3 270M, downloaded)")
+    up_parser.add_argument("--binary", type=Path, metavar="FILE", help="a llama-server of your own; nothing is built")
+    up_parser.add_argument(
+        "--parallel", type=_positive, default=DEFAULT_PARALLEL, metavar="N", help="slots (default: %(default)s)"
+    )
+    up_parser.add_argument(
+        "--ctx-size",
+        type=_positive,
+        default=DEFAULT_CTX_SIZE,
+        metavar="N",
+        help="context of all slots together, in tokens (default: %(default)s)",
+    )
+    up_parser.add_argument(
+        "--server-port", type=int, metavar="PORT", help="llama-server's port (default: 8080, or a free one)"
+    )
+
+    build_parser = _command(commands, "build", _build, "build llama-server into the cache folder and print its path")
+    _add_build(build_parser)
+
+    config_parser = commands.add_parser("config", help="check or show the configuration")
+    config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    check_parser = _command(config_commands, "check", _config_check, "check a configuration file")
+    check_parser.add_argument("file", type=Path, metavar="FILE")
+    show_parser = _command(config_commands, "show", _config_show, "show each value in force and where it came from")
+    _add_settings(show_parser)
+    show_parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], None],
+    text: str,
+    tail: str = "",
+) -> argparse.ArgumentParser:
+    usage = f"%(prog)s [options] {tail}" if tail else None
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage)
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (default: ./slotpin.json)")
+    parser.add_argument("--host", metavar="ADDRESS", help="listen.host")
+    parser.add_argument("--port", metavar="PORT", help="listen.port")
+    parser.add_argument("--upstream", metavar="URL", help="main.baseUrl")
+    parser.add_argument("--enabled", metavar="MODE", help="llamaCppSlots.enabled: false, auto or true")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration, by its path"
+    )
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", type=Path, metavar="DIR", help="your own llama.cpp checkout")
+    parser.add_argument(
+        "--cmake-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="passed to cmake, e.g. --cmake-arg=-DGGML_CUDA=ON",
+    )
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="compilers at once (default: one a core)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def _serve(options: argparse.Namespace) -> None:
+    asyncio.run(serve(_loader(options, {})))
+
+
+def _up(options: argparse.Namespace) -> None:
+    load_first = _loader(options, {})
+    load_first()  # a mistake in the configuration should not cost a build
+    binary = options.binary or build_server(_build_options(options), _report).path
+    model = check_model(options.model) if options.model else default_model(_report)
+    host = "127.0.0.1"
+    port = options.server_port or free_port(host, 8080)
+    args = server_args(
+        model, host, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=options.server_args
+    )
+    base_url = f"http://{host}:{port}/v1"
+    own = {"main.baseUrl": base_url, "compactor.baseUrl": base_url, "llamaCppSlots.enabled": "auto"}
+    _report(f"starting llama-server with {model.name}")
+    asyncio.run(up(_loader(options, own), binary, args, host, port))
+
+
+def _build(options: argparse.Namespace) -> None:
+    print(build_server(_build_options(options), _report).path)
+
+
+def _build_options(options: argparse.Namespace) -> BuildOptions:
+    return BuildOptions(options.source, tuple(options.cmake_arg), options.jobs)
+
+
+def _config_check(options: argparse.Namespace) -> None:
+    # The file alone: a variable must neither hide nor cause a finding.
+    loaded = load(options.file, {}, {})
+    for note in loaded.notes:
+        print(f"{options.file}: note: {note}")
+    print(f"{options.file}: valid")
+
+
+def _config_show(options: argparse.Namespace) -> None:
+    loaded = _loader(options, {})()
+    if options.json:
+        print(json.dumps(as_json(loaded), indent=2, ensure_ascii=False))
+        return
+    print(f"# file: {loaded.path or 'none'}")
+    print("\n".join(describe(loaded)))
+
+
+def _loader(options: argparse.Namespace, own: Mapping[str, str]) -> Callable[[], Loaded]:
+    """Reads the configuration, again at each call. `own` values give way to what the user set by a flag."""
+    overrides = dict(own)
+    flags = {
+        "listen.host": options.host,
+        "listen.port": options.port,
+        "main.baseUrl": options.upstream,
+        "llamaCppSlots.enabled": options.enabled,
+    }
+    overrides.update({key: value for key, value in flags.items() if value is not None})
+    for assignment in options.set:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--set {assignment}: write KEY=VALUE, such as --set listen.port=8484")
+        overrides[key] = value
+    path = find_config(options.config, os.environ, Path.cwd())
+    return lambda: load(path, os.environ, overrides)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,250 @@
+"""The settings: what each key may be, and its default. `docs/configuration.md` says what each is for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv6Address
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+from slotpin.config_sources import quoted
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8080/v1"
+MASK = "********"
+MAX_SLOT_ID = 2**31 - 1  # llama-server reads id_slot into an int
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a key accepts, to end an error line with: "use …". A secret's value never appears in that line."""
+
+    text: str
+    secret: bool = False
+
+
+# Validators raise ValueError with the whole complaint, or with none when value and Allowed say enough.
+
+
+def _base_url(value: str) -> str:
+    # A user name or a query may be a secret, so this line can't show the URL.
+    if re.search(r"[?#@]", value):
+        raise ValueError("a URL with a user name, a query or a fragment is not allowed; leave that part out")
+    if re.fullmatch(r"[A-Za-z0-9.-]+(:[0-9]+)?(/.*)?", value):
+        raise ValueError(f"{quoted(value)} has no scheme; did you mean {quoted(f'http://{value}')}?")
+    if not re.fullmatch(r"https?://[!-~]+", value, re.IGNORECASE) or re.search(r'["<>\\^`{|}]', value):
+        raise ValueError
+    try:
+        url = urlsplit(value)
+        host, port = url.hostname or "", url.port
+    except ValueError:  # a port out of range, a bad bracket
+        raise ValueError from None
+    if port == 0 or url.netloc.endswith(":"):
+        raise ValueError
+    if not (_is_ipv6(host) if "[" in url.netloc else _is_name(host)):
+        raise ValueError
+    return value
+
+
+def _listen_host(value: str) -> str:
+    if not (_is_ipv6(value) or _is_name(value)):
+        raise ValueError
+    return value
+
+
+def _is_name(text: str) -> bool:
+    """A host name or an IPv4 address. Names in other scripts have to come in their ASCII form."""
+    labels = text.removesuffix(".").split(".")
+    return len(text) <= 253 and all(re.fullmatch(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)", label) for label in labels)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except AddressValueError:
+        return False
+    return "%" not in text
+
+
+def _header_safe(value: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"[!-~]+", value.get_secret_value()):
+        raise ValueError
+    return value
+
+
+def _no_number(value: object) -> object:
+    # To a Literal, 0 and 1.0 are as good as false and true.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError  # noqa: TRY004, pydantic takes no TypeError
+    return value
+
+
+_SECONDS = PlainSerializer(lambda value: int(value) if value == int(value) else value)
+
+Switch = Annotated[bool, Allowed("true or false")]
+Enabled = Annotated[Literal[False, True, "auto"], BeforeValidator(_no_number), Allowed('false, "auto" or true')]
+SlotId = Annotated[int, Field(ge=0, le=MAX_SLOT_ID), Allowed(f"an integer from 0 to {MAX_SLOT_ID}")]
+Port = Annotated[int, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535")]
+Host = Annotated[
+    str,
+    AfterValidator(_listen_host),
+    Allowed("a host name or an IP address without port or brackets, such as 127.0.0.1 or ::1"),
+]
+BaseUrl = Annotated[
+    str,
+    AfterValidator(_base_url),
+    Allowed(f"an http:// or https:// URL with a host, such as {DEFAULT_BASE_URL}"),
+]
+Secret = Annotated[
+    SecretStr,
+    AfterValidator(_header_safe),
+    PlainSerializer(lambda _: MASK),
+    Allowed("a string of visible ASCII characters without spaces", secret=True),
+]
+Text = Annotated[str, Field(min_length=1), Allowed("a string that is not empty")]
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+    Allowed("1 to 64 letters, digits, dots, dashes and underscores, a letter or a digit first"),
+]
+Seconds = Annotated[
+    float,
+    Field(ge=0, le=3600, allow_inf_nan=False),
+    _SECONDS,
+    Allowed("a number of seconds from 0 to 3600"),
+]
+PositiveSeconds = Annotated[
+    float,
+    Field(gt=0, le=3600, allow_inf_nan=False),
+    _SECONDS,
+    Allowed("a number of seconds above 0, at most 3600"),
+]
+
+
+class _Model(BaseModel):
+    """JSON knows the keys in camelCase only (`config.load` asks for that); Python code uses the names here."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=True,
+        hide_input_in_errors=True,
+    )
+
+
+class Listen(_Model):
+    host: Host = "127.0.0.1"
+    port: Port = 8484
+
+
+class Endpoint(_Model):
+    base_url: BaseUrl = DEFAULT_BASE_URL
+
+
+class Compactor(Endpoint):
+    """`base_url` is main's when it is not given: `Settings` fills it in."""
+
+    api_key: Secret = SecretStr("sk-placeholder")
+
+
+class LlamaCppSlots(_Model):
+    enabled: Enabled = False
+    main_id_slot: SlotId = 0
+    compactor_id_slot: SlotId = 1
+
+
+class BuiltinRecognisers(_Model):
+    """One switch for each rule of `pinning/roles.py`."""
+
+    model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
+
+    pi_summary: Switch = True
+    pi_reasoning_zip: Switch = True
+    opencode_summary: Switch = True
+    claude_code_summary: Switch = True
+    open_webui_task: Switch = True
+
+    def enabled(self) -> frozenset[str]:
+        """Names (`pi-summary`, …) of the rules that are switched on."""
+        return frozenset(name for name, on in self.model_dump(by_alias=True).items() if on)
+
+
+class CustomRecogniser(_Model):
+    """Matches when every condition that is given matches: `model` and `api_key` the whole value, `system` and
+    `user` the opening of the request's first text of that role, case-sensitive."""
+
+    name: Name
+    model: Text | None = None
+    api_key: Secret | None = None
+    system: Text | None = None
+    user: Text | None = None
+    role: Annotated[Literal["compactor", "main"], Allowed('"compactor" or "main"')] = "compactor"
+    on_unsafe: Annotated[Literal["refuse", "pass"], Allowed('"refuse" or "pass"')] = "refuse"
+
+    @model_validator(mode="after")
+    def _has_condition(self) -> Self:
+        if not any((self.model, self.api_key, self.system, self.user)):
+            raise ValueError("has no condition; give at least one of model, apiKey, system, user")
+        return self
+
+
+class Recognisers(_Model):
+    builtin: BuiltinRecognisers = BuiltinRecognisers()
+    custom: Annotated[
+        tuple[CustomRecogniser, ...], Field(strict=False), Allowed("an array of objects", secret=True)
+    ] = ()
+
+    @field_validator("custom")
+    @classmethod
+    def _distinct_names(cls, custom: tuple[CustomRecogniser, ...]) -> tuple[CustomRecogniser, ...]:
+        taken = set(BuiltinRecognisers().enabled())
+        for rule in custom:
+            if rule.name in taken:
+                raise ValueError(f"the name {quoted(rule.name)} is taken already; give each recogniser its own")
+            taken.add(rule.name)
+        return custom
+
+
+class Log(_Model):
+    format: Annotated[Literal["auto", "console", "json"], Allowed('"auto", "console" or "json"')] = "auto"
+    level: Annotated[Literal["debug", "info", "warning", "error"], Allowed('"debug", "info", "warning" or "error"')] = (
+        "info"
+    )
+
+
+class Timeouts(_Model):
+    connect_seconds: PositiveSeconds = 10.0
+    drain_seconds: Seconds = 5.0
+
+
+class Settings(_Model):
+    listen: Listen = Listen()
+    main: Endpoint = Endpoint()
+    compactor: Compactor = Compactor()
+    llama_cpp_slots: LlamaCppSlots = LlamaCppSlots()
+    recognisers: Recognisers = Recognisers()
+    log: Log = Log()
+    timeouts: Timeouts = Timeouts()
+
+    @model_validator(mode="after")
+    def _compactor_url_as_main(self) -> Self:
+        if "base_url" not in self.compactor.model_fields_set:
+            compactor = self.compactor.model_copy(update={"base_url": self.main.base_url})
+            object.__setattr__(self, "compactor", compactor)  # frozen, but still under construction
+        return self

@@ -1,0 +1,58 @@
+"""Events with fields: lines for people on a terminal, JSON for programs otherwise."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import msgspec
+import structlog
+
+Log = structlog.typing.FilteringBoundLogger
+
+
+def configure(form: Literal["auto", "console", "json"], level: str) -> None:
+    """Send every event, and what libraries log, to stderr."""
+    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[structlog.typing.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
+    ]
+    if console:
+        colors = sys.stderr.isatty()
+        structlog.configure(
+            processors=[*shared, structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=18)],
+            wrapper_class=structlog.make_filtering_bound_logger(threshold),
+            logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+            cache_logger_on_first_use=False,
+        )
+    else:
+        structlog.configure(
+            processors=[
+                *shared,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(serializer=_encode),
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(threshold),
+            logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
+            cache_logger_on_first_use=False,
+        )
+    logging.basicConfig(handlers=[_Forward()], level=max(threshold, logging.WARNING), force=True)
+
+
+def get() -> Log:
+    log: Log = structlog.get_logger()
+    return log
+
+
+def _encode(event: object, **_: object) -> bytes:
+    return msgspec.json.encode(event, enc_hook=str)
+
+
+class _Forward(logging.Handler):
+    """What aiohttp and asyncio log becomes an event like any other."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        get().log(record.levelno, "library", logger=record.name, message=record.getMessage(), exc_info=record.exc_info)

@@ -1,0 +1,204 @@
+"""Pin to a slot, leave alone, or refuse: pure functions over settings, topology, request and bindings."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from slotpin.pinning.ids import Absent, Explicit, Unpredictable, normalise
+from slotpin.pinning.reasons import Reason
+from slotpin.pinning.request import Request
+from slotpin.pinning.topology import Topology
+
+if TYPE_CHECKING:
+    from slotpin.pinning.bindings import Binding
+
+
+@dataclass(frozen=True, slots=True)
+class PinSettings:
+    """The settings that a decision depends on. `generation` counts their changes."""
+
+    enabled: Literal[False, True, "auto"]
+    main_id: int
+    compactor_id: int
+    same_endpoint: bool
+    generation: int = 0
+
+    @property
+    def needs_topology(self) -> bool:
+        return self.enabled == "auto" and self.same_endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Unverified:
+    """No topology: the probe failed, or its answer isn't one. `detail` narrows the cause for people."""
+
+    reason: Literal[Reason.PROBE_FAILED, Reason.TOPOLOGY_INVALID]
+    detail: str = ""
+
+
+Probed = Topology | Unverified
+
+
+class Action(enum.StrEnum):
+    PIN = "pin"
+    LEAVE = "leave"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`slot` is where the request will run, None where the server chooses.
+
+    `add_id` and `add_cache_prompt` say which members go into the body, and are only ever set with PIN. `unsafe`:
+    nothing keeps this request and the other role apart. `warnings` are worth a person's attention, main cause first.
+    """
+
+    action: Action
+    reason: Reason
+    slot: int | None = None
+    add_id: bool = False
+    add_cache_prompt: bool = False
+    unsafe: bool = False
+    detail: str = ""
+    warnings: tuple[Reason, ...] = ()
+
+
+def decide_main(settings: PinSettings, probed: Probed | None, request: Request) -> Decision:
+    """`probed` may be None only where `settings.needs_topology` is false."""
+    if settings.enabled is False:
+        return Decision(Action.LEAVE, Reason.DISABLED)
+    if not settings.same_endpoint:
+        return Decision(Action.LEAVE, Reason.ENDPOINTS_DIFFER)
+    if settings.enabled is True:
+        decision = _vouched(settings.main_id, request, conflicts_with=settings.compactor_id)
+    else:
+        decision = _main_by_topology(settings, probed, request)
+    if not request.keeps_cache:
+        decision = _with_warning(decision, Reason.CACHE_PROMPT_OFF)
+    return decision
+
+
+def decide_compactor(
+    settings: PinSettings, probed: Probed | None, request: Request, candidates: Sequence[Binding]
+) -> Decision:
+    """`candidates` are the bindings of the main requests that this side request may belong to."""
+    if settings.enabled is False:
+        return Decision(Action.LEAVE, Reason.DISABLED)
+    if not settings.same_endpoint:
+        return Decision(Action.LEAVE, Reason.ENDPOINTS_DIFFER)
+    if settings.enabled is True:
+        return _vouched(settings.compactor_id, request, conflicts_with=settings.main_id)
+    slots = _verified_slots(settings, probed)
+    if isinstance(slots, Decision):
+        return _refuse(slots.reason, slots.detail)
+    assert isinstance(probed, Topology)
+    if flaw := _flaw(candidates, settings.generation, probed.ids):
+        return _refuse(flaw)
+    match request.client_id:
+        case Unpredictable():
+            return _refuse(Reason.EXPLICIT_UNPREDICTABLE)
+        case Explicit(own):
+            slot = normalise(own, probed.count)
+            if slot == slots.main or any(binding.decision.slot == slot for binding in candidates):
+                return _refuse(Reason.EXPLICIT_CONFLICT)
+            return Decision(Action.LEAVE, Reason.EXPLICIT, slot=slot)
+        case Absent():
+            return _pin(Reason.PINNED, slots.compactor, request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    main: int
+    compactor: int
+
+
+def _main_by_topology(settings: PinSettings, probed: Probed | None, request: Request) -> Decision:
+    slots = _verified_slots(settings, probed)
+    if isinstance(slots, Decision):
+        return slots
+    assert isinstance(probed, Topology)
+    match request.client_id:
+        case Unpredictable():
+            return _unsafe(Reason.EXPLICIT_UNPREDICTABLE)
+        case Explicit(own):
+            slot = normalise(own, probed.count)
+            if slot == slots.compactor:
+                return _unsafe(Reason.EXPLICIT_CONFLICT, slot=slot)
+            return Decision(Action.LEAVE, Reason.EXPLICIT, slot=slot)
+        case Absent():
+            return _pin(Reason.PINNED, slots.main, request)
+
+
+def _verified_slots(settings: PinSettings, probed: Probed | None) -> _Slots | Decision:
+    """Both roles' slots on this server, or why they can't be told apart there."""
+    if probed is None:
+        raise ValueError("automatic mode decides on a probed topology")
+    if isinstance(probed, Unverified):
+        return _unsafe(probed.reason, probed.detail)
+    if probed.count < 2:
+        return _unsafe(Reason.TOO_FEW_SLOTS)
+    main = normalise(settings.main_id, probed.count)
+    compactor = normalise(settings.compactor_id, probed.count)
+    if main == compactor:
+        return _unsafe(Reason.IDS_COLLIDE, f"{settings.main_id} and {settings.compactor_id} on {probed.count} slots")
+    if main not in probed.ids or compactor not in probed.ids:
+        return _unsafe(Reason.TOPOLOGY_INVALID, "its ids do not count from 0")
+    return _Slots(main, compactor)
+
+
+def _flaw(candidates: Sequence[Binding], generation: int, slot_ids: tuple[int, ...]) -> Reason | None:
+    """Why the candidates are no ticket, or None when they are."""
+    if not candidates:
+        return Reason.NO_BINDING
+    flaws = {_binding_flaw(binding, generation, slot_ids) for binding in candidates}
+    return flaws.pop() if len(flaws) == 1 else Reason.AMBIGUOUS_OVERLAP
+
+
+def _binding_flaw(binding: Binding, generation: int, slot_ids: tuple[int, ...]) -> Reason | None:
+    if binding.generation != generation:
+        return Reason.SETTINGS_CHANGED
+    # A main request that ran anywhere is no ticket, even when the topology has been verified since.
+    if binding.decision.unsafe:
+        return binding.decision.reason
+    if binding.slot_ids != slot_ids:
+        return Reason.TOPOLOGY_CHANGED
+    return None
+
+
+def _vouched(slot: int, request: Request, conflicts_with: int) -> Decision:
+    match request.client_id:
+        case Absent():
+            decision = _pin(Reason.VOUCHED, slot, request)
+        case Explicit(own):
+            decision = Decision(Action.LEAVE, Reason.EXPLICIT, slot=own)
+        case Unpredictable():
+            decision = Decision(Action.LEAVE, Reason.EXPLICIT_UNPREDICTABLE)
+            return _with_warning(decision, Reason.EXPLICIT_UNPREDICTABLE)
+    if decision.slot == conflicts_with:
+        cause = Reason.IDS_COLLIDE if decision.action is Action.PIN else Reason.EXPLICIT_CONFLICT
+        return _with_warning(decision, cause)
+    return decision
+
+
+def _pin(reason: Reason, slot: int, request: Request) -> Decision:
+    return Decision(Action.PIN, reason, slot=slot, add_id=True, add_cache_prompt=not request.has_cache_prompt)
+
+
+def _unsafe(reason: Reason, detail: str = "", slot: int | None = None) -> Decision:
+    return Decision(Action.LEAVE, reason, slot=slot, unsafe=True, detail=detail, warnings=(reason,))
+
+
+def _refuse(reason: Reason, detail: str = "") -> Decision:
+    return Decision(Action.REFUSE, reason, unsafe=True, detail=detail, warnings=(reason,))
+
+
+def let_pass(refusal: Decision) -> Decision:
+    """The same verdict for a client that can't go on without an answer: forward unpinned, keep the warning."""
+    return replace(refusal, action=Action.LEAVE)
+
+
+def _with_warning(decision: Decision, warning: Reason) -> Decision:
+    return replace(decision, warnings=(*decision.warnings, warning))

@@ -1,0 +1,31 @@
+"""Base URLs: which server they mean, and whether two of them mean the same one."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def server_root(base_url: str) -> str:
+    """The URL in front of the server's own routes: without query, fragment, trailing slashes and one trailing `/v1`."""
+    parts = urlsplit(base_url)
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return f"{parts.scheme.lower()}://{parts.netloc}{path}"
+
+
+def same_endpoint(one: str, other: str) -> bool:
+    """Scheme, host, port and path decide; the loopback names are one host, the path's case counts."""
+    return _normalised(one) == _normalised(other)
+
+
+def _normalised(base_url: str) -> tuple[str, str, int | None, str]:
+    parts = urlsplit(server_root(base_url))
+    host = (parts.hostname or "").lower()
+    return (
+        parts.scheme,
+        "localhost" if host in _LOOPBACK else host,
+        parts.port or _DEFAULT_PORTS.get(parts.scheme),
+        parts.path,
+    )

@@ -1,0 +1,63 @@
+"""Find the moment at which an answer is complete, in bytes that come in pieces of any size."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+
+class Shape(enum.Enum):
+    """The five forms of answer of llama-server (tools/server/server-task.cpp)."""
+
+    CHAT = "chat"  # chat and OpenAI completions: `data: [DONE]`
+    NATIVE = "native"  # /completion and /infill: the last object has `"stop": true`
+    ANTHROPIC = "anthropic"  # `event: message_stop`
+    RESPONSES = "responses"  # `event: response.completed | failed | incomplete`
+
+
+# Each pattern is looked for after the one before it; the last one's match is the message end. In JSON text a quote or a
+# line break inside a string is escaped, so generated text can't imitate any of them.
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
+_MARKS: dict[Shape, tuple[re.Pattern[bytes], ...]] = {
+    Shape.CHAT: (re.compile(rb"[\r\n]data: ?\[DONE\]"),),
+    Shape.NATIVE: (re.compile(rb'"stop" ?: ?true'), _BLANK_LINE),
+    Shape.ANTHROPIC: (re.compile(rb"[\r\n]event: ?message_stop(?=[\r\n])"), _BLANK_LINE),
+    Shape.RESPONSES: (
+        re.compile(rb"[\r\n]event: ?response\.(?:completed|failed|incomplete)(?=[\r\n])"),
+        _BLANK_LINE,
+    ),
+}
+# One byte less than the longest mark, with the line break on either side of it.
+_KEEP = len(b"\nevent: response.incomplete\n") - 1
+
+
+class MessageEndScanner:
+    """Watches a streamed answer beside the relay. Holds at most `_KEEP` bytes between two pieces.
+
+    `completions` is how many native answers share the stream (more than one prompt, or `n_cmpl`).
+    """
+
+    __slots__ = ("_marks", "_step", "_tail", "ended")
+
+    def __init__(self, shape: Shape, completions: int = 1) -> None:
+        self._marks = _MARKS[shape] * (completions if shape is Shape.NATIVE else 1)
+        self._step = 0
+        self._tail = b"\n"  # a stream begins at the beginning of a line
+        self.ended = False
+
+    def feed(self, piece: bytes) -> bool:
+        """Take the next bytes of the body; True once the message end has been seen."""
+        if self.ended:
+            return True
+        window = self._tail + piece
+        position = 0
+        while match := self._marks[self._step].search(window, position):
+            position = match.end()
+            self._step += 1
+            if self._step == len(self._marks):
+                self.ended = True
+                self._tail = b""
+                return True
+        # What a finished step has matched must not be seen again.
+        self._tail = window[max(position, len(window) - _KEEP) :]
+        return False

@@ -1,0 +1,366 @@
+"""The client's side: HTTP/1.1 on a socket, one request at a time, answers written as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from urllib.parse import urlsplit
+
+import httptools
+
+from slotpin.proxy.flow import FlowControl
+from slotpin.proxy.headers import Headers, RequestHead, response_head
+from slotpin.proxy.replies import Reply, error
+
+# A head larger than this is refused; llama-server takes 100 header lines of 8 KiB, of which real clients use few.
+MAX_HEAD_BYTES = 256 * 1024
+# A body that is streamed through is read no further than this ahead of the server.
+BODY_HIGH_WATER = 256 * 1024
+# Bytes of later requests that a client may send ahead while one is being answered.
+PIPELINE_HIGH_WATER = 64 * 1024
+HEAD_SECONDS = 30.0
+# How long a client that still sends may take to read an answer that came early, before the connection goes.
+LINGER_SECONDS = 2.0
+KEEP_ALIVE_SECONDS = 75.0
+
+
+class RequestBody:
+    """A body as it arrives. Read it whole, or piece by piece with back-pressure on the client."""
+
+    def __init__(self, transport: asyncio.Transport, expects_continue: bool) -> None:
+        self._transport = transport
+        self._expects_continue = expects_continue
+        self._pieces: deque[bytes] = deque()
+        self._buffered = 0
+        self._limit: int | None = BODY_HIGH_WATER
+        self._paused = False
+        self._discarded = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.complete = False
+
+    def feed(self, data: bytes) -> None:
+        if self._discarded:
+            return
+        self._pieces.append(data)
+        self._buffered += len(data)
+        if self._limit is not None and self._buffered > self._limit and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def feed_end(self) -> None:
+        self.complete = True
+        self._wake()
+
+    async def read(self) -> bytes:
+        """The whole body, of any size."""
+        self._limit = None
+        self._ask()
+        while not self.complete:
+            self._resume()
+            await self._more()
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        return body
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        self._ask()
+        while True:
+            while self._pieces:
+                piece = self._pieces.popleft()
+                self._buffered -= len(piece)
+                yield piece
+            if self.complete:
+                return
+            self._resume()
+            await self._more()
+
+    def discard(self) -> None:
+        """Read on, but keep nothing."""
+        self._discarded = True
+        self._pieces.clear()
+        self._resume()
+
+    def _ask(self) -> None:
+        # RFC 9110 section 10.1.1: the client waits for this before it sends the body.
+        if self._expects_continue and not self.complete and not self._pieces:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._expects_continue = False
+
+    async def _more(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Incoming:
+    """One request and the way back to its client. After `start`, exactly one of `finish` and `abort` ends it."""
+
+    def __init__(self, connection: ClientConnection, head: RequestHead, body: RequestBody) -> None:
+        self.head = head
+        self.body = body
+        self.started = False
+        self.finished = False
+        self._connection = connection
+        self._chunked = False
+        self._close = not head.keep_alive
+
+    @property
+    def flow(self) -> FlowControl:
+        return self._connection.flow
+
+    def start(self, status: int, phrase: bytes, headers: Headers, length: int | None, has_body: bool = True) -> None:
+        """Write the answer's head. `headers` are end-to-end ones; `length` None: the body's end is not known yet."""
+        self.started = True
+        if has_body and length is None:
+            if self.head.http10:
+                self._close = True  # nothing but the end of the connection can end the body
+            else:
+                self._chunked = True
+                headers = [*headers, (b"Transfer-Encoding", b"chunked")]
+        # A body that was not read to its end would be taken for the next request.
+        if self._connection.draining or not self.body.complete:
+            self._close = True
+        if self._close:
+            headers = [*headers, (b"Connection", b"close")]
+        elif self.head.http10:
+            headers = [*headers, (b"Connection", b"keep-alive")]
+        self._connection.write(response_head(status, phrase, headers))
+
+    def write(self, data: bytes) -> None:
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._connection.write(data)
+
+    def finish(self) -> None:
+        if self._chunked:
+            self._connection.write(b"0\r\n\r\n")
+        self.finished = True
+        self._connection.done(self, close=self._close)
+
+    def reply(self, reply: Reply) -> None:
+        """Send an answer of slotpin's own."""
+        self.start(
+            reply.status,
+            reply.phrase,
+            [*reply.headers, (b"Content-Length", b"%d" % len(reply.body))],
+            len(reply.body),
+        )
+        if self.head.method != "HEAD":
+            self.write(reply.body)
+        self.finish()
+
+    def abort(self) -> None:
+        """Break the connection off: an answer that is not complete must not look as if it were."""
+        self.finished = True
+        self._connection.abort()
+
+    async def hand_over(self, protocol: asyncio.Protocol) -> None:
+        """Let another protocol answer this request and own the connection from here on."""
+        body = await self.body.read()
+        self.finished = True
+        self._connection.hand_over(protocol, self.head, body)
+
+
+Handler = Callable[[Incoming], Coroutine[None, None, None]]
+
+
+class ClientConnection(asyncio.Protocol):
+    def __init__(self, handler: Handler, connections: set[ClientConnection]) -> None:
+        # For the life of the connection.
+        self._handler = handler
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpRequestParser(self)
+        self._timer: asyncio.TimerHandle | None = None
+        self.flow: FlowControl
+        self.draining = False
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        # The request that is being answered, and those that the client sent ahead.
+        self._current: Incoming | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ahead: deque[Incoming] = deque()
+        self._ahead_bytes = 0
+        # The request that is being read.
+        self._target = b""
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._reading_head = True
+        self._body: RequestBody
+
+    def drain(self) -> None:
+        """Close after the answer that is under way, or now if there is none."""
+        self.draining = True
+        if self._current is None:
+            self._transport.close()
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def done(self, incoming: Incoming, close: bool) -> None:
+        """The answer to `incoming` is complete."""
+        if incoming is not self._current:
+            return
+        self._current = None
+        if not incoming.body.complete:
+            # Closing with unread bytes would reset the connection, and the client might never see the answer.
+            incoming.body.discard()
+            self._transport.write_eof()
+            self._set_timer(LINGER_SECONDS)
+        elif close or self.draining:
+            self._transport.close()
+        elif self._ahead:
+            self._begin(self._ahead.popleft())
+        else:
+            if self._ahead_bytes > PIPELINE_HIGH_WATER:
+                self._transport.resume_reading()
+            self._ahead_bytes = 0
+            self._set_timer(KEEP_ALIVE_SECONDS)
+
+    def hand_over(self, protocol: asyncio.Protocol, head: RequestHead, body: bytes) -> None:
+        self._clear_timer()
+        self._leave()
+        headers = [header for header in head.headers if header[0].lower() not in _FRAMING]
+        lines = [b"%s %s HTTP/1.%d" % (head.method.encode(), head.target, 0 if head.http10 else 1)]
+        lines.extend(name + b": " + value for name, value in headers)
+        lines.extend((b"Content-Length: %d" % len(body), b"Connection: close", b"", b""))
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        protocol.data_received(b"\r\n".join(lines) + body)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.flow = FlowControl(transport)
+        self._connections.add(self)
+        self._set_timer(HEAD_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reading_head:
+            self._head_bytes += len(data)
+        elif self._current is not None and self._current.body.complete:
+            self._count_ahead(len(data))
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # RFC 9110 section 7.8 lets a server ignore an upgrade; what follows is HTTP/1.1 still.
+            self._parser = httptools.HttpRequestParser(self)
+        except httptools.HttpParserError as problem:
+            self._refuse(error(400, "bad_request", f"the request is not HTTP/1.1: {problem}"))
+        if self._reading_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(error(431, "head_too_large", f"the request head is larger than {MAX_HEAD_BYTES} bytes"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_timer()
+        self._leave()
+        self.flow.lost()
+        self._ahead.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        self.flow.pause()
+
+    def resume_writing(self) -> None:
+        self.flow.resume()
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._headers = []
+        self._reading_head = True
+
+    def on_url(self, target: bytes) -> None:
+        self._target += target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._reading_head = False
+        self._head_bytes = 0
+        http10 = self._parser.get_http_version() == "1.0"
+        head = RequestHead(
+            self._parser.get_method().decode("ascii"),
+            _origin_form(self._target),
+            self._headers,
+            http10,
+            self._parser.should_keep_alive(),
+        )
+        expects = not http10 and (head.get(b"expect") or b"").lower() == b"100-continue"
+        self._body = RequestBody(self._transport, expects)
+        incoming = Incoming(self, head, self._body)
+        if self._current is None:
+            self._begin(incoming)
+        else:
+            self._ahead.append(incoming)
+
+    def on_body(self, data: bytes) -> None:
+        self._body.feed(data)
+
+    def on_message_complete(self) -> None:
+        self._reading_head = True
+        self._body.feed_end()
+        if self._current is None:
+            self._transport.close()  # the answer came early, and now the client has sent the rest
+
+    def _begin(self, incoming: Incoming) -> None:
+        self._clear_timer()
+        self._current = incoming
+        self._task = self._loop.create_task(self._handler(incoming))
+
+    def _leave(self) -> None:
+        self._connections.discard(self)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _count_ahead(self, size: int) -> None:
+        self._ahead_bytes += size
+        if self._ahead_bytes > PIPELINE_HIGH_WATER:
+            self._transport.pause_reading()
+
+    def _refuse(self, reply: Reply) -> None:
+        """Answer a request that can't be read; nothing after it can be read either."""
+        if self._current is None and not self._transport.is_closing():
+            headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
+            self._transport.write(response_head(reply.status, reply.phrase, headers) + reply.body)
+            self._transport.close()
+        else:
+            self._transport.abort()
+
+    def _set_timer(self, seconds: float) -> None:
+        self._clear_timer()
+        self._timer = self._loop.call_later(seconds, self._transport.close)
+
+    def _clear_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection"})
+
+
+def _origin_form(target: bytes) -> bytes:
+    """The path and query of a request target (RFC 9112 section 3.2.2 lets a client send the absolute form)."""
+    if target.startswith(b"/") or target == b"*":
+        return target
+    parts = urlsplit(target)
+    path = parts.path or b"/"
+    return path + b"?" + parts.query if parts.query else path

@@ -1,0 +1,118 @@
+"""Ask llama-server for its slots, once for everybody who wants to know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+from cachetools import TTLCache
+
+from slotpin.pinning.decision import Probed, Unverified
+from slotpin.pinning.reasons import Reason
+from slotpin.pinning.topology import Topology, TopologyError, parse_topology
+
+PROBE_SECONDS = 2.0
+CACHE_SECONDS = 5.0
+# /slots is about 3 KiB a slot; a body of this size is something else.
+MAX_BODY_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to ask: the server's root URL, without `/v1`, and the API key."""
+
+    root_url: str
+    api_key: str
+
+
+class Probe:
+    """Verified topologies by target. `clock` gives seconds and is only for the age of what is kept."""
+
+    def __init__(self, clock: Callable[[], float], seconds: float = PROBE_SECONDS) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._verified: TTLCache[Target, tuple[Topology, float]] = TTLCache(64, CACHE_SECONDS, timer=clock)
+        self._running: dict[Target, asyncio.Task[Probed]] = {}
+        self.asked = 0
+        self.failed = 0
+
+    async def topology(self, target: Target) -> Probed:
+        """The server's slots, at most five seconds old, or why they are not known."""
+        if (kept := self._verified.get(target)) is not None:
+            return kept[0]
+        task = self._running.get(target)
+        if task is None:
+            task = asyncio.create_task(self._ask(target))
+            self._running[target] = task
+            task.add_done_callback(lambda _: self._running.pop(target, None))
+        # One waiter that leaves must not take the answer from the others.
+        return await asyncio.shield(task)
+
+    def peek(self, target: Target) -> tuple[Topology, float] | None:
+        """What is known without asking, and its age in seconds."""
+        kept = self._verified.get(target)
+        return None if kept is None else (kept[0], self._clock() - kept[1])
+
+    def forget(self, target: Target) -> None:
+        """The server broke off: it may come back with other slots."""
+        self._verified.pop(target, None)
+
+    async def close(self) -> None:
+        for task in list(self._running.values()):
+            task.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, target: Target) -> Probed:
+        self.asked += 1
+        probed = await self._get(target)
+        if isinstance(probed, Topology):
+            self._verified[target] = (probed, self._clock())
+        else:
+            self.failed += 1
+        return probed
+
+    async def _get(self, target: Target) -> Probed:
+        if self._session is None:
+            # A connection of its own each time: probes are seldom, and a stale one would cost a false failure.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True), cookie_jar=aiohttp.DummyCookieJar()
+            )
+        headers = {"Authorization": f"Bearer {target.api_key}"}
+        try:
+            async with asyncio.timeout(self._seconds):
+                async with self._session.get(
+                    f"{target.root_url}/slots", headers=headers, allow_redirects=False
+                ) as answer:
+                    body = await answer.content.read(MAX_BODY_BYTES)
+                    while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
+                        body += more
+        except TimeoutError:
+            return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Unverified(Reason.PROBE_FAILED, _unreachable(error))
+        if answer.status != 200:
+            return Unverified(Reason.PROBE_FAILED, _STATUS.get(answer.status, f"/slots answered {answer.status}"))
+        try:
+            return parse_topology(body)
+        except TopologyError as error:
+            return Unverified(Reason.TOPOLOGY_INVALID, str(error))
+
+
+# What llama-server means by them (tools/server/server-http.cpp, server-context.cpp).
+_STATUS = {
+    401: "the API key is wrong: set compactor.apiKey to the server's --api-key",
+    403: "the API key is not allowed to see /slots: set compactor.apiKey to the server's --api-key",
+    404: "there is no /slots: compactor.baseUrl is not a llama-server's",
+    501: "/slots is switched off: start llama-server with --slots",
+    503: "the model is loading",
+}
+
+
+def _unreachable(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "nothing listens there" if error.os_error.errno else "it can't be reached"
+    return "it broke off the answer to /slots"

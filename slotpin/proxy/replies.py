@@ -1,0 +1,56 @@
+"""Answers of slotpin's own, in OpenAI's error shape, which every client of llama-server understands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from slotpin.pinning.decision import Decision
+from slotpin.pinning.reasons import EXPLANATIONS, explain
+from slotpin.proxy.headers import Header
+
+# A refusal that passes is gone with the next main request; asking sooner than this is no use.
+RETRY_AFTER_SECONDS = 2
+
+_PHRASES = {
+    400: b"Bad Request",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    409: b"Conflict",
+    413: b"Content Too Large",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    body: bytes
+    headers: tuple[Header, ...] = ()
+
+    def with_headers(self, headers: Iterable[Header]) -> Reply:
+        return replace(self, headers=(*self.headers, *headers))
+
+    @property
+    def phrase(self) -> bytes:
+        return _PHRASES[self.status]
+
+
+def error(status: int, code: str, message: str, headers: tuple[Header, ...] = ()) -> Reply:
+    body = msgspec.json.encode(
+        {"error": {"message": f"slotpin: {message}", "type": "slotpin_error", "param": None, "code": code}}
+    )
+    return Reply(status, body, ((b"Content-Type", b"application/json"), *headers))
+
+
+def refusal(decision: Decision) -> Reply:
+    """409 for what only a person can change, 503 for what passes; clients retry neither in vain."""
+    message = explain(decision.reason, decision.detail)
+    if EXPLANATIONS[decision.reason].passes:
+        return error(503, decision.reason, message, ((b"Retry-After", b"%d" % RETRY_AFTER_SECONDS),))
+    return error(409, decision.reason, message)

@@ -1,0 +1,110 @@
+"""What all exchanges share, and the settings that are in force."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from slotpin.config import Settings, pin_relevant
+from slotpin.observe.log import Log
+from slotpin.observe.warnings import Warner
+from slotpin.pinning.bindings import Bindings
+from slotpin.pinning.decision import PinSettings
+from slotpin.pinning.endpoints import same_endpoint, server_root
+from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Role
+from slotpin.proxy.probe import Probe, Target
+from slotpin.proxy.upstream import Address, UpstreamPool
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Settings in force, made ready for use. An exchange keeps the one that it began with."""
+
+    settings: Settings
+    pin: PinSettings
+    recognisers: tuple[Recogniser, ...]
+    main: Address
+    compactor: Address
+    probe_target: Target
+
+    @classmethod
+    def of(cls, settings: Settings, generation: int) -> Running:
+        slots = settings.llama_cpp_slots
+        main, compactor = settings.main.base_url, settings.compactor.base_url
+        pin = PinSettings(
+            enabled=slots.enabled,
+            main_id=slots.main_id_slot,
+            compactor_id=slots.compactor_id_slot,
+            same_endpoint=same_endpoint(main, compactor),
+            generation=generation,
+        )
+        return cls(
+            settings=settings,
+            pin=pin,
+            recognisers=_recognisers(settings),
+            main=_address(main),
+            compactor=_address(compactor),
+            probe_target=Target(server_root(compactor), settings.compactor.api_key.get_secret_value()),
+        )
+
+
+class State:
+    """`clock` gives seconds, and only ages are taken from it."""
+
+    def __init__(self, settings: Settings, log: Log, clock: Callable[[], float]) -> None:
+        self.log = log
+        self.clock = clock
+        self.started = clock()
+        self.running = Running.of(settings, generation=1)
+        self.bindings = Bindings()
+        self.probe = Probe(clock)
+        self.warner = Warner(log, clock)
+        self.decisions: Counter[tuple[Role, str]] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self.relayed = 0
+        self._pools: dict[Address, UpstreamPool] = {}
+
+    def apply(self, settings: Settings) -> None:
+        """Put new settings in force. Exchanges under way go on with theirs."""
+        old = self.running
+        changed = pin_relevant(old.settings) != pin_relevant(settings)
+        self.running = Running.of(settings, old.pin.generation + changed)
+
+    def pool(self, address: Address) -> UpstreamPool:
+        pool = self._pools.get(address)
+        if pool is None:
+            pool = UpstreamPool(address, self.running.settings.timeouts.connect_seconds)
+            self._pools[address] = pool
+        return pool
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        await self.probe.close()
+
+
+def _recognisers(settings: Settings) -> tuple[Recogniser, ...]:
+    """The user's own rules first, so that they can overrule a built-in one."""
+    chosen = settings.recognisers
+    own = tuple(
+        Recogniser(
+            rule.name,
+            Role(rule.role),
+            OnUnsafe(rule.on_unsafe),
+            model=rule.model,
+            api_key=rule.api_key.get_secret_value() if rule.api_key is not None else None,
+            system=(rule.system,) if rule.system else (),
+            user=(rule.user,) if rule.user else (),
+        )
+        for rule in chosen.custom
+    )
+    switched_on = chosen.builtin.enabled()
+    return own + tuple(rule for rule in BUILTIN if rule.name in switched_on)
+
+
+def _address(base_url: str) -> Address:
+    parts = urlsplit(server_root(base_url))
+    default = 443 if parts.scheme == "https" else 80
+    return Address(parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or default, parts.path)

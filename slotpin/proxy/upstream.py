@@ -1,0 +1,269 @@
+"""Connections to llama-server: pooled, one answer at a time, its bytes handed on as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import httptools
+
+from slotpin.proxy.flow import FlowControl
+from slotpin.proxy.headers import Headers, framing
+
+# llama-server closes an idle connection after 5 s and after 100 requests (cpp-httplib's keep-alive defaults).
+IDLE_SECONDS = 4.0
+MAX_REQUESTS = 90
+# A kept connection that breaks this soon and without a byte had been closed by the server before the request arrived.
+STALE_SECONDS = 1.0
+
+
+class UpstreamError(Exception):
+    """The server can't be reached, or its answer broke off; the message is for people."""
+
+
+class StaleConnectionError(UpstreamError):
+    """A kept connection turned out to be closed: nothing of the request was run, so it may be sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens. `root` is the path in front of its own routes, without a trailing slash."""
+
+    scheme: str
+    host: str
+    port: int
+    root: str
+
+    @property
+    def host_header(self) -> bytes:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = 443 if self.scheme == "https" else 80
+        return (host if self.port == default else f"{host}:{self.port}").encode()
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host_header.decode()}{self.root}"
+
+
+class Sink(Protocol):
+    """Takes an answer. `on_complete` and `on_broken` end it, and exactly one of them is called, once."""
+
+    def on_head(self, status: int, phrase: bytes, headers: Headers) -> None: ...
+    def on_data(self, data: bytes) -> None: ...
+    def on_complete(self) -> None: ...
+    def on_broken(self, error: UpstreamError) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    def __init__(self, on_lost: Callable[[UpstreamConnection], None]) -> None:
+        # For the life of the connection.
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self.flow: FlowControl
+        self.requests = 0
+        self.idle_since = 0.0
+        self.closed = False
+        # For one answer.
+        self._sink: Sink | None = None
+        self._parser: httptools.HttpResponseParser
+        self._method = ""
+        self._sent_at = 0.0
+        self._phrase = b""
+        self._headers: Headers = []
+        self._got_bytes = False
+        self._until_close = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.flow = FlowControl(transport)
+
+    def start(self, method: str, head: bytes, sink: Sink) -> None:
+        """Send a request head; the body follows with `write`, the answer goes to `sink`."""
+        self.requests += 1
+        self._sink = sink
+        self._method = method
+        self._sent_at = self._loop.time()
+        self._phrase, self._headers = b"", []
+        self._got_bytes = self._until_close = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(head)
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def throttle(self, paused: bool) -> None:
+        """Stop or go on reading the answer: the client takes it more slowly than the server sends it."""
+        if self.closed:
+            return
+        if paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once, so that llama-server sees that nobody waits any more and frees the slot."""
+        self._sink = None
+        self._transport.abort()
+
+    @property
+    def reusable(self) -> bool:
+        return not self.closed and self._sink is None and self.requests < MAX_REQUESTS
+
+    # asyncio.Protocol
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is None:
+            self._transport.abort()  # bytes that nobody asked for: the connection can't be trusted any more
+            return
+        self._got_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._break(UpstreamError(f"its answer is not HTTP/1.1 ({error})"))
+
+    def eof_received(self) -> None:
+        if self._sink is not None and self._until_close:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self.flow.lost()
+        self._on_lost(self)
+        if self._sink is None:
+            return
+        stale = self.requests > 1 and not self._got_bytes and self._loop.time() - self._sent_at < STALE_SECONDS
+        kind = StaleConnectionError if stale else UpstreamError
+        self._break(kind("it closed the connection before the answer was complete"))
+
+    def pause_writing(self) -> None:
+        self.flow.pause()
+
+    def resume_writing(self) -> None:
+        self.flow.resume()
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self._sink is None:
+            self._transport.abort()  # a second answer to one request
+
+    def on_status(self, phrase: bytes) -> None:
+        self._phrase += phrase
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._sink is None:
+            return  # an interim answer: the real one follows
+        length, chunked = framing(self._headers)
+        has_body = self._method != "HEAD" and status not in (204, 304)
+        self._until_close = has_body and length is None and not chunked
+        self._sink.on_head(status, self._phrase, self._headers)
+        if self._method == "HEAD":
+            # The parser would wait for the body that the head announces.
+            self._finish()
+            self._transport.abort()
+
+    def on_body(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._sink.on_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            self._phrase, self._headers = b"", []
+        elif self._sink is not None:
+            if not self._parser.should_keep_alive():
+                self._transport.close()
+                self.closed = True
+            self._finish()
+
+    def _finish(self) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.on_complete()
+
+    def _break(self, error: UpstreamError) -> None:
+        sink, self._sink = self._sink, None
+        self._transport.abort()
+        if sink is not None:
+            sink.on_broken(error)
+
+
+class UpstreamPool:
+    """Kept connections to one server. `acquire` and `release` are the whole life of a use."""
+
+    def __init__(self, address: Address, connect_seconds: float) -> None:
+        self.address = address
+        self._connect_seconds = connect_seconds
+        self._idle: list[UpstreamConnection] = []
+        self._all: set[UpstreamConnection] = set()
+        self._ssl = ssl.create_default_context() if address.scheme == "https" else None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def acquire(self, fresh: bool = False) -> UpstreamConnection:
+        """A connection that is ready for a request; raises UpstreamError. `fresh`: not a kept one."""
+        now = asyncio.get_running_loop().time()
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if connection.reusable and now - connection.idle_since < IDLE_SECONDS:
+                return connection
+            connection.abort()
+        return await self._connect()
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Keep the connection when its answer is complete, else close it."""
+        if not connection.reusable:
+            connection.abort()
+            return
+        connection.throttle(False)
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._expiry is None:
+            self._expiry = loop.call_later(IDLE_SECONDS, self._expire)
+
+    def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        for connection in list(self._all):
+            connection.abort()
+        self._idle.clear()
+
+    async def _connect(self) -> UpstreamConnection:
+        address = self.address
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: UpstreamConnection(self._lost), address.host, address.port, ssl=self._ssl
+                )
+        except TimeoutError:
+            raise UpstreamError(f"no answer within {self._connect_seconds:g} s") from None
+        except ssl.SSLError as error:
+            raise UpstreamError(f"TLS: {error.reason or error}") from None
+        except OSError as error:
+            raise UpstreamError(error.strerror or str(error)) from None
+        self._all.add(connection)
+        return connection
+
+    def _lost(self, connection: UpstreamConnection) -> None:
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _expire(self) -> None:
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - IDLE_SECONDS
+        for connection in [kept for kept in self._idle if kept.idle_since <= oldest]:
+            self._idle.remove(connection)
+            connection.abort()
+        self._expiry = None
+        if self._idle:
+            self._expiry = loop.call_at(self._idle[0].idle_since + IDLE_SECONDS, self._expire)

@@ -1,0 +1,154 @@
+"""`slotpin serve` and `slotpin up` from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slotpin import __version__
+from slotpin.config import Loaded
+from slotpin.errors import UserError
+from slotpin.llama.cache import server_log
+from slotpin.llama.launch import LlamaServer
+from slotpin.observe import log as logs
+from slotpin.pinning.decision import Unverified
+from slotpin.pinning.reasons import explain
+from slotpin.pinning.topology import Topology
+from slotpin.proxy.app import Proxy
+from slotpin.proxy.discover import Found, discover
+from slotpin.proxy.reload import Reloader
+
+Load = Callable[[], Loaded]
+
+
+async def serve(load: Load) -> None:
+    """Front a server that is already there, until a signal ends it."""
+    with _signals() as stopped:
+        async with _proxy(load) as proxy:
+            await _greet(proxy, ())
+            await stopped.wait()
+
+
+async def up(load: Load, binary: Path, args: Sequence[str], host: str, port: int) -> None:
+    """Start llama-server and the proxy in front of it; both end together. Raises UserError if the server dies."""
+    server = LlamaServer(binary, args, host, port, server_log(port))
+    with _signals() as stopped:
+        # The proxy's port comes first: a mistake there should not cost the loading of a model.
+        async with _proxy(load) as proxy:
+            try:
+                await server.start()
+                if not await _first(server.wait_ready(), stopped.wait()):
+                    return
+                await _greet(proxy, (f"  llama-server log  {server.log_path}",))
+                if await _first(server.wait(), stopped.wait()):
+                    raise UserError(f"llama-server ended with {server.returncode}; log: {server.log_path}", 1)
+            finally:
+                await proxy.stop()
+                await server.stop()
+
+
+async def _first(one: Coroutine[None, None, object], other: Coroutine[None, None, object]) -> bool:
+    """Whether `one` was done before `other`; the one that is late is cancelled."""
+    tasks = [asyncio.create_task(one), asyncio.create_task(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _proxy(load: Load) -> AsyncIterator[Proxy]:
+    loaded = load()
+    settings = loaded.settings
+    logs.configure(settings.log.format, settings.log.level)
+    log = logs.get()
+    proxy = Proxy(settings, log)
+    try:
+        await proxy.start()
+        for note in loaded.notes:
+            log.warning("config_note", note=note)
+        watch = asyncio.create_task(Reloader(proxy.state, loaded.path, load, log).watch())
+        try:
+            yield proxy
+        finally:
+            watch.cancel()
+    finally:
+        await proxy.stop()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """An event that SIGINT or SIGTERM sets; a second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            os._exit(130)
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stopped
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _greet(proxy: Proxy, more: Sequence[str]) -> None:
+    running = proxy.state.running
+    found = await discover(proxy.state.probe, running.probe_target)
+    print("\n".join([*greeting(proxy.url, running.main.url, running.pin.enabled, found), *more]), flush=True)
+
+
+def greeting(url: str, upstream: str, mode: bool | str, found: Found) -> list[str]:
+    """What a person reads when slotpin is ready."""
+    shown_mode = mode if isinstance(mode, str) else str(mode).lower()
+    lines = [
+        f"slotpin {__version__} listens on {url}",
+        f"  llama-server      {upstream}",
+        f"  slots             {_slots(found)}",
+        f"  model             {found.model or 'unknown'}",
+        f"  llamaCppSlots     enabled: {shown_mode}",
+    ]
+    if found.model is None:
+        return lines
+    provider = {
+        "baseUrl": f"{url}/v1",
+        "api": "openai-completions",
+        "apiKey": "none",
+        "models": [{"id": found.model, **_context_window(found)}],
+    }
+    providers = msgspec.json.encode({"providers": {"slotpin": provider}}).decode()
+    return [
+        *lines,
+        f"  Pi                put into ~/.pi/agent/models.json: {providers}",
+        f"                    then run: pi --model slotpin/{found.model}",
+    ]
+
+
+def _slots(found: Found) -> str:
+    match found.probed:
+        case Unverified(reason, detail):
+            return f"unknown: {explain(reason, detail)}"
+        case Topology(slots):
+            contexts = sorted({slot.n_ctx for slot in slots if slot.n_ctx is not None})
+            each = f", context of each {' or '.join(map(str, contexts))} tokens" if contexts else ""
+            return f"{len(slots)}{each}"
+
+
+def _context_window(found: Found) -> dict[str, int]:
+    if isinstance(found.probed, Topology) and found.probed.slots and found.probed.slots[0].n_ctx:
+        return {"contextWindow": found.probed.slots[0].n_ctx}
+    return {}
