@@ -149,9 +149,8 @@ def _up(options: argparse.Namespace) -> None:
     model = check_model(options.model) if options.model else default_model(_report)
     host = "127.0.0.1"
     port = options.server_port or free_port(host, 8080)
-    args = server_args(
-        model, host, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=options.server_args
-    )
+    extra = ["--alias", model.stem, *options.server_args]
+    args = server_args(model, host, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=extra)
     base_url = f"http://{host}:{port}/v1"
     own = {"main.baseUrl": base_url, "compactor.baseUrl": base_url, "llamaCppSlots.enabled": "auto"}
     _report(f"starting llama-server with {model.name}")
@@ -180,6 +179,8 @@ def _config_show(options: argparse.Namespace) -> None:
         print(json.dumps(as_json(loaded), indent=2, ensure_ascii=False))
         return
     print(f"# file: {loaded.path or 'none'}")
+    for note in loaded.notes:
+        print(f"# note: {note}")
     print("\n".join(describe(loaded)))
 
 

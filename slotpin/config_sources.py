@@ -87,8 +87,7 @@ def read_file(path: Path) -> Tree:
     except IsADirectoryError:
         raise ConfigError([f"{name}: is a directory; give the path of a JSON file"]) from None
     except PermissionError:
-        hint = "is a directory" if path.is_dir() else "permission denied"  # Windows can't open a directory
-        raise ConfigError([f"{name}: {hint}; give the path of a JSON file that slotpin may read"]) from None
+        raise ConfigError([f"{name}: permission denied; give the path of a JSON file that slotpin may read"]) from None
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "invalid path"
         raise ConfigError([f"{name}: can't be read: {reason}"]) from None
@@ -134,7 +133,7 @@ def parse_json(text: str, where: str) -> object:
             parse_int=_int,
         )
     except json.JSONDecodeError as error:
-        raise ConfigError([f"{where}:{error.lineno}:{error.colno}: {_expected(error)}"]) from None
+        raise ConfigError([f"{where}:{_syntax(error)}"]) from None
     except RecursionError:
         raise ConfigError([f"{where}: is nested too deeply"]) from None
     problems = [f"{where}: {json_path(path)}: {problem}" for path, problem in _oddities(value)]
@@ -182,6 +181,7 @@ def _oddities(value: object) -> Iterator[tuple[tuple[Step, ...], str]]:
                 yield path, "the text has an unpaired surrogate; use whole characters"
 
 
+_NO_COMMA = "expected no comma before a closing bracket"
 _EXPECTED = {
     "Expecting value": "expected a value",
     "Expecting property name enclosed in double quotes": "expected a key in double quotes",
@@ -192,24 +192,29 @@ _EXPECTED = {
     "Invalid control character at": "expected an escape such as \\n instead of a control character",
     "Invalid \\escape": "expected a valid escape after '\\'",
     "Invalid \\uXXXX escape": "expected four hex digits after '\\u'",
+    "Illegal trailing comma before end of object": _NO_COMMA,
+    "Illegal trailing comma before end of array": _NO_COMMA,
+}
+_FOUND = {
+    "": ", but the text ends",
+    "/": "; JSON has no comments",
+    "#": "; JSON has no comments",
+    "'": "; JSON strings use double quotes",
 }
 
 
-def _expected(error: json.JSONDecodeError) -> str:
+def _syntax(error: json.JSONDecodeError) -> str:
+    """`line:column: what was expected`."""
     message = error.msg.removesuffix(": ")
     expected = _EXPECTED.get(message, message[:1].lower() + message[1:])
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    found = after[:1]
-    # From Python 3.13 on json has a message of its own for this one.
-    if "trailing comma" in message or (found in {"}", "]"} and before.endswith(",")):
-        return "expected no comma before a closing bracket"
-    if not found:
-        return f"{expected}, but the text ends"
-    if found in {"/", "#"}:
-        return f"{expected}; JSON has no comments"
-    if found == "'":
-        return f"{expected}; JSON strings use double quotes"
-    return expected
+    at = error.pos
+    if after[:1] in {"}", "]"} and before.endswith(","):
+        at = len(before) - 1  # of the comma, as json itself says from Python 3.13 on
+        expected = _NO_COMMA
+    elif message.startswith("Expecting"):
+        expected += _FOUND.get(after[:1], "")
+    return f"{error.doc.count(chr(10), 0, at) + 1}:{at - error.doc.rfind(chr(10), 0, at)}: {expected}"
 
 
 def unwrap_reasoning_zip(tree: Tree, where: str) -> tuple[Tree, frozenset[str], tuple[str, ...]]:

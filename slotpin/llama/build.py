@@ -70,7 +70,7 @@ def build_server(options: BuildOptions, report: Report) -> BuiltServer:
     source = find_source(options.source)
     cmake_options = (*CMAKE_DEFAULTS, *_build_info(source), *options.cmake_args)
     compiler = compiler_identity(options.cmake_args)
-    key = digest(source.key, digest(*map(_content, PATCHES)), *cmake_options, compiler)
+    key = server_key(source, PATCHES, cmake_options, compiler)
     folder = cache_dir() / "servers" / key
     if _is_published(folder):
         return BuiltServer(folder / TARGET, key, source.name, cached=True)
@@ -94,14 +94,16 @@ def build_server(options: BuildOptions, report: Report) -> BuiltServer:
     return BuiltServer(folder / TARGET, key, source.name, cached=False)
 
 
+def server_key(source: Source, patches: Sequence[Path], cmake_options: Sequence[str], compiler: str) -> str:
+    """Names a build's result: it changes with everything that the binary depends on."""
+    series = digest(*(patch.read_text(encoding="utf-8") for patch in patches))
+    return digest(source.key, series, *cmake_options, compiler)
+
+
 def digest(*parts: str) -> str:
     """A short file name that changes with each part. Collisions: 64 bits."""
     joined = "".join(f"{len(part)}:{part}" for part in parts)
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
-
-
-def _content(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def _is_published(folder: Path) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def status(state: State) -> dict[str, object]:
     running = state.running
-    known = state.probe.peek(running.probe_target)
+    known = state.probe.latest(running.probe_target)
     topology = None
     if known is not None:
         found, age = known

@@ -35,9 +35,12 @@ async def discover(probe: Probe, target: Target) -> Found:
 async def _model(target: Target) -> str | None:
     headers = {"Authorization": f"Bearer {target.api_key}"}
     try:
-        async with asyncio.timeout(PROBE_SECONDS), aiohttp.ClientSession(headers=headers) as session:
-            async with session.get(f"{target.root_url}/v1/models") as answer:
-                models = msgspec.json.decode(await answer.read(), type=_Models).data
+        async with (
+            asyncio.timeout(PROBE_SECONDS),
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{target.root_url}/v1/models") as answer,
+        ):
+            models = msgspec.json.decode(await answer.read(), type=_Models).data
     except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
         return None
     return models[0].id if models else None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from slotpin.pinning.decision import Probed, Unverified
 from slotpin.pinning.reasons import Reason
@@ -35,6 +35,7 @@ class Probe:
         self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
         self._verified: TTLCache[Target, tuple[Topology, float]] = TTLCache(64, CACHE_SECONDS, timer=clock)
+        self._latest: LRUCache[Target, tuple[Topology, float]] = LRUCache(64)
         self._running: dict[Target, asyncio.Task[Probed]] = {}
         self.asked = 0
         self.failed = 0
@@ -51,9 +52,9 @@ class Probe:
         # One waiter that leaves must not take the answer from the others.
         return await asyncio.shield(task)
 
-    def peek(self, target: Target) -> tuple[Topology, float] | None:
-        """What is known without asking, and its age in seconds."""
-        kept = self._verified.get(target)
+    def latest(self, target: Target) -> tuple[Topology, float] | None:
+        """The last verified topology, however old, and its age in seconds: for people, not for decisions."""
+        kept = self._latest.get(target)
         return None if kept is None else (kept[0], self._clock() - kept[1])
 
     def forget(self, target: Target) -> None:
@@ -70,7 +71,7 @@ class Probe:
         self.asked += 1
         probed = await self._get(target)
         if isinstance(probed, Topology):
-            self._verified[target] = (probed, self._clock())
+            self._verified[target] = self._latest[target] = (probed, self._clock())
         else:
             self.failed += 1
         return probed

@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from slotpin.config import ConfigError, Loaded
+from slotpin.config import ConfigError, Loaded, changed
+from slotpin.observe import log as logs
 from slotpin.observe.log import Log
 from slotpin.proxy.state import State
 
@@ -40,16 +41,22 @@ class Reloader:
         self._seen = self._stamp()
         before = self._state.running
         try:
-            settings = self._load().settings
+            loaded = self._load()
         except ConfigError as problem:
             for line in problem.lines:
-                self._log.error("config_rejected", problem=line, kept_generation=before.pin.generation)
+                self._log.error("config_rejected", problem=line, generation=before.pin.generation)
+            return
+        settings = loaded.settings
+        keys = changed(before.settings, settings)
+        if not keys:
             return
         self._state.apply(settings)
-        if settings.listen != before.settings.listen:
-            self._log.warning("config_needs_restart", keys=["listen.host", "listen.port"])
-        if settings != before.settings:
-            self._log.info("config_reloaded", generation=self._state.running.pin.generation)
+        logs.configure(settings.log.format, settings.log.level)
+        self._log.info("config_reloaded", changed=keys, generation=self._state.running.pin.generation)
+        for note in loaded.notes:
+            self._log.warning("config_note", note=note)
+        if restart := [key for key in keys if key.startswith("listen.")]:
+            self._log.warning("config_needs_restart", changed=restart)
 
     def _stamp(self) -> _Stamp | None:
         try:

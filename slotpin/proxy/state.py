@@ -71,6 +71,8 @@ class State:
         old = self.running
         changed = pin_relevant(old.settings) != pin_relevant(settings)
         self.running = Running.of(settings, old.pin.generation + changed)
+        for pool in self._pools.values():
+            pool.connect_seconds = settings.timeouts.connect_seconds
 
     def pool(self, address: Address) -> UpstreamPool:
         pool = self._pools.get(address)

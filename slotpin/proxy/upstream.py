@@ -201,7 +201,7 @@ class UpstreamPool:
 
     def __init__(self, address: Address, connect_seconds: float) -> None:
         self.address = address
-        self._connect_seconds = connect_seconds
+        self.connect_seconds = connect_seconds
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
         self._ssl = ssl.create_default_context() if address.scheme == "https" else None
@@ -240,12 +240,12 @@ class UpstreamPool:
     async def _connect(self) -> UpstreamConnection:
         address = self.address
         try:
-            async with asyncio.timeout(self._connect_seconds):
+            async with asyncio.timeout(self.connect_seconds):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: UpstreamConnection(self._lost), address.host, address.port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise UpstreamError(f"no answer within {self._connect_seconds:g} s") from None
+            raise UpstreamError(f"no answer within {self.connect_seconds:g} s") from None
         except ssl.SSLError as error:
             raise UpstreamError(f"TLS: {error.reason or error}") from None
         except OSError as error:

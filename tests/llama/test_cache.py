@@ -31,7 +31,7 @@ def test_the_environment_names_the_cache_folder(cache: Path) -> None:
 
 
 def test_without_it_the_cache_is_the_platforms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("SLOTPIN_CACHE_DIR")
+    monkeypatch.delenv("SLOTPIN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir().name == "slotpin"

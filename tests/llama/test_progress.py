@@ -23,7 +23,7 @@ def test_a_terminal_gets_one_line_that_updates() -> None:
 def test_elsewhere_a_line_comes_every_ten_percent() -> None:
     output, lines = io.StringIO(), list[str]()
     progress = Progress("building", lines.append, output)
-    for percent in (*range(0, 36), 99, 100):
+    for percent in (*range(36), 99, 100):
         progress.update(percent)
     progress.close()
     assert [line.split(":")[1].strip() for line in lines] == ["0 %", "10 %", "20 %", "30 %", "99 %", "100 %"]
