@@ -28,7 +28,6 @@ class Bindings:
     def __init__(self, max_ended: int = 256) -> None:
         self._open: dict[str, Binding] = {}
         self._ended: LRUCache[Hashable, Binding] = LRUCache(max_ended)
-        self._latest_ended: str | None = None
 
     def open(self, binding: Binding) -> None:
         """A new main request ends the ticket that the one before it left for its conversation."""
@@ -37,14 +36,15 @@ class Bindings:
 
     def end(self, request_id: str) -> None:
         """The message ended: from now on the binding is its conversation's ticket."""
+        opened = list(self._open.values())
         binding = self._open.pop(request_id, None)
         if binding is None:
             return
-        # A later turn of the conversation that is already open has taken the ticket's place.
-        if any(other.conversation == binding.conversation for other in self._open.values()):
+        # Only the latest turn of a conversation leaves a ticket: a later one is still open, or has left its own.
+        latest = [other for other in opened if other.conversation == binding.conversation][-1]
+        if latest is not binding or binding.conversation in self._ended:
             return
         self._ended[binding.conversation] = replace(binding, ended=True)
-        self._latest_ended = binding.conversation
 
     def abort(self, request_id: str) -> None:
         self._open.pop(request_id, None)
@@ -52,12 +52,12 @@ class Bindings:
     def candidates(self, conversation: str) -> tuple[Binding, ...]:
         """What a compactor request of `conversation` could belong to; an empty name means that it is not known."""
         if conversation:
-            own = [binding for binding in self._open.values() if binding.conversation == conversation]
-            ended = self._ended.get(conversation)
-        else:
-            own = list(self._open.values())
-            ended = self._ended.get(self._latest_ended)
-        return (*own, ended) if ended is not None else tuple(own)
+            return tuple(
+                binding
+                for binding in (*self._open.values(), *self._ended.values())
+                if binding.conversation == conversation
+            )
+        return (*self._open.values(), *self._ended.values())
 
     @property
     def open_count(self) -> int:

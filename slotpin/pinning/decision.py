@@ -95,7 +95,7 @@ def decide_compactor(
     if isinstance(slots, Decision):
         return _refuse(slots.reason, slots.detail)
     assert isinstance(probed, Topology)
-    if flaw := _flaw(candidates, settings.generation, probed.ids):
+    if flaw := _flaw(candidates, settings.generation, probed.ids, slots.compactor):
         return _refuse(flaw)
     match request.client_id:
         case Unpredictable():
@@ -143,29 +143,43 @@ def _verified_slots(settings: PinSettings, probed: Probed | None) -> _Slots | De
     main = normalise(settings.main_id, probed.count)
     compactor = normalise(settings.compactor_id, probed.count)
     if main == compactor:
-        return _unsafe(Reason.IDS_COLLIDE, f"{settings.main_id} and {settings.compactor_id} on {probed.count} slots")
-    if main not in probed.ids or compactor not in probed.ids:
+        return _unsafe(Reason.IDS_COLLIDE)
+    # The server finds no slot for an id that it does not list, and then takes any (get_slot_by_id).
+    if set(probed.ids) != set(range(probed.count)):
         return _unsafe(Reason.TOPOLOGY_INVALID, "its ids do not count from 0")
     return _Slots(main, compactor)
 
 
-def _flaw(candidates: Sequence[Binding], generation: int, slot_ids: tuple[int, ...]) -> Reason | None:
+def _flaw(
+    candidates: Sequence[Binding], generation: int, slot_ids: tuple[int, ...], compactor_slot: int
+) -> Reason | None:
     """Why the candidates are no ticket, or None when they are."""
-    if not candidates:
+    flaws = {binding: _binding_flaw(binding, generation, slot_ids) for binding in candidates}
+    if not flaws:
         return Reason.NO_BINDING
-    flaws = {_binding_flaw(binding, generation, slot_ids) for binding in candidates}
-    return flaws.pop() if len(flaws) == 1 else Reason.AMBIGUOUS_OVERLAP
+    if None in flaws.values():
+        # An old conversation that has nothing to lose there must not stand in the way of the others for ever.
+        flaws = {binding: flaw for binding, flaw in flaws.items() if not _harmless(binding, flaw, compactor_slot)}
+    distinct = set(flaws.values())
+    return distinct.pop() if len(distinct) == 1 else Reason.AMBIGUOUS_OVERLAP
+
+
+def _harmless(binding: Binding, flaw: Reason | None, compactor_slot: int) -> bool:
+    """Whether a side request on the compactor's slot takes nothing from this ended conversation."""
+    if not binding.ended:
+        return False
+    if flaw is Reason.TOPOLOGY_CHANGED:
+        return True  # a server with other slots is another process: its cache is gone
+    return flaw is Reason.SETTINGS_CHANGED and binding.decision.slot not in (None, compactor_slot)
 
 
 def _binding_flaw(binding: Binding, generation: int, slot_ids: tuple[int, ...]) -> Reason | None:
     if binding.generation != generation:
         return Reason.SETTINGS_CHANGED
-    # A main request that ran anywhere is no ticket, even when the topology has been verified since.
-    if binding.decision.unsafe:
-        return binding.decision.reason
-    if binding.slot_ids != slot_ids:
+    if binding.slot_ids is not None and binding.slot_ids != slot_ids:
         return Reason.TOPOLOGY_CHANGED
-    return None
+    # A main request that ran anywhere is no ticket, even when the topology has been verified since.
+    return binding.decision.reason if binding.decision.unsafe else None
 
 
 def _vouched(slot: int, request: Request, conflicts_with: int) -> Decision:

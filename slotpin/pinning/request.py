@@ -8,32 +8,8 @@ from typing import Any
 import msgspec
 
 from slotpin.pinning.ids import ABSENT, ClientId, read_id
-from slotpin.pinning.message_end import Shape
 
 _BOM = b"\xef\xbb\xbf"
-
-# The routes that evaluate a prompt in a slot (llama.cpp tools/server/server.cpp), without role prefix and `/v1`.
-_SHAPES = {
-    "/chat/completions": Shape.CHAT,
-    "/completions": Shape.CHAT,
-    "/completion": Shape.NATIVE,
-    "/infill": Shape.NATIVE,
-    "/responses": Shape.RESPONSES,
-    "/messages": Shape.ANTHROPIC,
-}
-
-
-def generating_shape(method: str, path: str) -> Shape | None:
-    """The answer's shape when the request generates in a slot, None for everything that is only relayed.
-
-    `path` is the server's own path, without role prefix and query.
-    """
-    if method != "POST":
-        return None
-    shape = _SHAPES.get(path.removeprefix("/v1"))
-    if path == "/completions":
-        return Shape.NATIVE  # without /v1 the server answers in its own form
-    return shape
 
 
 class _Fields(msgspec.Struct):
@@ -87,7 +63,7 @@ class Body:
         each = _value(self.fields.n_cmpl) or _value(self.fields.n)
         prompts = _value(self.fields.prompt)
         # A list of strings or lists is several prompts; a list with a bare token id in it is one (server-common.cpp).
-        several = isinstance(prompts, list) and all(isinstance(prompt, str | list) for prompt in prompts)
+        several = isinstance(prompts, list) and not any(type(prompt) is int for prompt in prompts)
         return (each if isinstance(each, int) and each > 0 else 1) * (len(prompts) if several and prompts else 1)
 
 

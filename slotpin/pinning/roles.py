@@ -83,15 +83,6 @@ class Classified:
     on_unsafe: OnUnsafe = OnUnsafe.REFUSE
 
 
-def split_role(path: str) -> tuple[Role | None, str]:
-    """Take the role prefix off a path: `/compactor/v1/models` is compactor and `/v1/models`."""
-    for role in Role:
-        prefix = f"/{role}"
-        if path == prefix or path.startswith(f"{prefix}/"):
-            return role, path[len(prefix) :] or "/"
-    return None, path
-
-
 def classify(
     path_role: Role | None,
     header_role: Role | None,

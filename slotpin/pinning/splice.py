@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import msgspec
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SCALAR = re.compile(rb"[^\s,\]}]+")
 # Inside a nested value only brackets and strings matter.
-_NESTED = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]|[^"\[\]{}]+', re.DOTALL)
+_NESTED = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]|[^"\[\]{}]+', re.DOTALL)
 
 
 def splice(body: bytes, members: Mapping[str, bytes], present: frozenset[str] = frozenset()) -> bytes:

@@ -50,7 +50,8 @@ def parse_topology(body: bytes) -> Topology:
     try:
         elements = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TopologyError(f"not a JSON array of slots: {error}") from None
+        what = "an array of objects with integer ids" if isinstance(error, msgspec.ValidationError) else "JSON"
+        raise TopologyError(f"the answer is not {what}") from None
     slots = tuple(Slot(element.id, getattr(element, "n_ctx", None)) for element in elements)
     if len({slot.id for slot in slots}) != len(slots):
         raise TopologyError("two slots have the same id")

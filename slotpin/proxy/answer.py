@@ -19,12 +19,12 @@ class Answer:
         incoming: Incoming,
         own_headers: Headers,
         scanner: MessageEndScanner | None,
-        on_message_end: Callable[[], None] | None,
+        on_message_end: Callable[[], None] | None = None,
     ) -> None:
+        self.own_headers = own_headers
         self.status = 0
         self.message_ended = False
         self._incoming = incoming
-        self._own_headers = own_headers
         self._scanner = scanner
         self._on_message_end = on_message_end
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ class Answer:
         has_body = self._incoming.head.method != "HEAD" and status not in (204, 304)
         if not _is_event_stream(headers):
             self._scanner = None
-        self._incoming.start(status, phrase, [*end_to_end(headers), *self._own_headers], length, has_body)
+        self._incoming.start(status, phrase, [*end_to_end(headers), *self.own_headers], length, has_body)
 
     def on_data(self, data: bytes) -> None:
         self._incoming.write(data)

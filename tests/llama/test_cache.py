@@ -91,7 +91,7 @@ def test_locks_of_other_names_do_not_wait(cache: Path) -> None:
 
 def test_an_unusable_cache_folder_is_a_users_error(cache: Path) -> None:
     cache.write_text("a file")
-    with pytest.raises(UserError, match="cache folder .*SLOTPIN_CACHE_DIR") as caught, locked("build", print):
+    with pytest.raises(UserError, match=r"cache folder .*SLOTPIN_CACHE_DIR") as caught, locked("build", print):
         pass
     assert caught.value.exit_code == 1
     assert "\n" not in str(caught.value)

@@ -4,6 +4,11 @@ from hypothesis import HealthCheck, settings
 
 # No deadline: a busy machine is not a failure. No database: a run leaves nothing behind.
 settings.register_profile(
-    "slotpin", deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "slotpin",
+    max_examples=60,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("slotpin")

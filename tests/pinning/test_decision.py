@@ -139,13 +139,13 @@ TABLE = [
     ("9 null is absent", settings(), slots(2), b'{"id_slot":null}', BOTH_PINNED),
     ("9 the last id counts", settings(), slots(2), b'{"id_slot":1,"id_slot":null}', BOTH_PINNED),
     *(
-        (f"unpredictable {odd}", settings(), slots(2), b'{"id_slot":%s}' % odd.encode(), unsafe("explicit_unpredictable"))
+        (f"odd id {odd}", settings(), slots(2), b'{"id_slot":%s}' % odd.encode(), unsafe("explicit_unpredictable"))
         for odd in ("-1", "-2", "0.5", '"0"', "true", "false", "[0]", "{}", "1e400")
     ),
 ]
 
 
-@pytest.mark.parametrize(("config", "probed", "body", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(("config", "probed", "body", "expected"), [pytest.param(*row[1:], id=row[0]) for row in TABLE])
 def test_the_table(config: PinSettings, probed: Probed | None, body: bytes, expected: tuple[Verdict, Verdict]) -> None:
     main = main_request(config, probed, body)
     side = side_request(config, probed, [bound(config, probed, body)])
@@ -295,8 +295,9 @@ class TestBindings:
             assert verdict(side_request(settings(), slots(2), candidates)) == Refused("ambiguous_overlap")
 
     def test_the_servers_state_comes_before_the_binding(self) -> None:
-        for probed, reason in ((FAILED, "probe_failed"), (NO_TOPOLOGY, "topology_invalid"), (slots(1), "too_few_slots")):
-            assert verdict(side_request(settings(), probed, [])) == Refused(reason)
+        assert verdict(side_request(settings(), FAILED, [])) == Refused("probe_failed")
+        assert verdict(side_request(settings(), NO_TOPOLOGY, [])) == Refused("topology_invalid")
+        assert verdict(side_request(settings(), slots(1), [])) == Refused("too_few_slots")
         assert verdict(side_request(settings("auto", 0, 2), slots(2), [])) == Refused("ids_collide")
 
 

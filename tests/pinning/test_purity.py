@@ -48,7 +48,7 @@ def test_the_check_sees_every_form_of_import() -> None:
 def test_importing_all_of_it_loads_nothing_that_does_io() -> None:
     names = [f"slotpin.pinning.{file.stem}" for file in FILES if file.stem != "__init__"]
     assert "slotpin.pinning.decision" in names
-    code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules, sep='\\n')"
+    code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code, *names], check=True, capture_output=True, text=True, cwd=FILES[0].parents[2]
     ).stdout.split()

@@ -52,7 +52,7 @@ def without_insertion(result: bytes, body: bytes) -> bytes:
     return result[:start] + result[start + len(result) - len(body) :]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(BODIES | REQUESTS)
 @example(b"{}")
 @example(b"\xef\xbb\xbf \r\n{ \t}\n")
@@ -78,7 +78,7 @@ def test_the_result_is_the_input_and_our_members(body: bytes) -> None:
     assert dict(parse(result)) == {**dict(before), **ours}
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(BODIES | REQUESTS)
 @example(b" {} ")
 @example(b'\xef\xbb\xbf{"id_slot":null}')
@@ -126,7 +126,7 @@ def test_a_long_string_before_a_null_costs_no_multiple_of_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"null", b"[]", b'"{}"', b"1", b"{", b'{"a":}', b'{"a":1} x', b'{"a":01}', b"{'a':1}", b'{"a":1,}', b"\xff"]
+    "body", [b"", b"null", b"[]", b'"{}"', b"1", b"{", b'{"a":}', b'{"a":1} x', b'{"a":01}', b"{'a':1}", b'{"a":1,}']
 )
 def test_what_is_not_a_json_object_is_never_spliced(body: bytes) -> None:
     assert read_body(body) is None

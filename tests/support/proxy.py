@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -33,7 +34,7 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 15))
 
     return run
 
@@ -85,6 +86,7 @@ class Running:
     proxy: Proxy
     events: list[Event]
     complaints: list[str] = field(default_factory=list)
+    clients: list[Client] = field(default_factory=list)
 
     @property
     def port(self) -> int:
@@ -96,7 +98,9 @@ class Running:
         return [event for event in self.events if event["event"] == name]
 
     async def client(self) -> Client:
-        return await Client.connect(self.port)
+        client = await Client.connect(self.port)
+        self.clients.append(client)
+        return client
 
     async def fetch(
         self,
@@ -156,6 +160,8 @@ async def running_proxy(settings: Settings) -> AsyncIterator[Running]:
         yield running
     finally:
         await running.proxy.stop()
+        for client in running.clients:
+            client.leave()
         await asyncio.sleep(0)
         logging.getLogger().removeHandler(handler)
     await until(lambda: not _tasks_of_the_proxy(before), f"no task is left: {_tasks_of_the_proxy(before)}")
@@ -287,12 +293,11 @@ class Client:
 
     def leave(self) -> None:
         """RST, as from a process that was killed with bytes unread."""
-        self._writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+        if not self._writer.transport.is_closing():
+            self._writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()
-        try:
+        with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
-        except ConnectionError:
-            pass

@@ -101,7 +101,7 @@ class Connection:
 
     async def read_chunks(self) -> bytes:
         pieces = []
-        while size := int(await self.reader.readline(), 16):
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
             pieces.append(await self.reader.readexactly(size))
             assert await self.reader.readexactly(2) == b"\r\n"
         assert await self.reader.readexactly(2) == b"\r\n"
@@ -117,6 +117,9 @@ class Connection:
 
     def stop_reading(self) -> None:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    def go_on_reading(self) -> None:
+        self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     def finish_sending(self) -> None:
         """FIN: everything that was sent still arrives."""
@@ -178,8 +181,8 @@ class Stub:
         self._tasks.add(task)
         try:
             await (self.raw(connection) if self.raw is not None else self._requests(connection))
-        except (ConnectionError, asyncio.CancelledError):
-            pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the proxy has left, in mid-request too
         except BaseException as failure:
             self.failures.append(failure)
         finally:

@@ -32,6 +32,9 @@ CONTROL = int(gguf.TokenType.CONTROL)
 # Logits of tokens that shall never be sampled lie this far below the others.
 BANNED = -200.0
 
+# Standard deviation of the attention scores.
+SHARPNESS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -127,11 +130,12 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: Path) -> list[str]:
 
 
 def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, tokens: list[str]) -> None:
-    """Random weights, but for two things.
+    """Random weights, but for three things.
 
     Dimension 0 of the hidden state is 1 for every token and no layer writes to it: the output matrix uses it as a
     bias against unwanted tokens. Queries are long, so that attention picks few positions out of thousands and a
-    wrong cell in the KV cache changes the answer.
+    wrong cell in the KV cache changes the answer. Output rows differ in length, so that the two best tokens are
+    rarely as close as the rounding of flash attention, which depends on the cells' places.
     """
     random = np.random.default_rng(20261130)
 
@@ -150,6 +154,7 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, tokens: list[str]) -> No
     embedding = random.standard_normal((len(tokens), shape.embd))
     embedding[:, 0] = 1.0
     output = random.standard_normal((len(tokens), shape.embd))
+    output *= np.exp(0.5 * random.standard_normal((len(tokens), 1)))
     output[:, 0] = [0.0 if re.fullmatch("▁[a-z]{2,}", token) else BANNED for token in tokens]
     # Gemma multiplies what it looks up by the square root of the width.
     writer.add_tensor("token_embd.weight", (embedding / (np.sqrt(shape.embd) if gemma else 1.0)).astype(np.float16))
@@ -163,7 +168,7 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, tokens: list[str]) -> No
         query = matrix(shape.heads * shape.head_dim, shape.embd)
         weights: dict[str, Array] = {
             "attn_norm": ones(shape.embd),
-            "attn_q": query if gemma else 4 * query,
+            "attn_q": query if gemma else SHARPNESS * query,
             "attn_k": matrix(shape.kv_heads * shape.head_dim, shape.embd),
             "attn_v": matrix(shape.kv_heads * shape.head_dim, shape.embd),
             "attn_output": attention_out,
@@ -174,7 +179,7 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, tokens: list[str]) -> No
         }
         if gemma:
             weights |= {
-                "attn_q_norm": 4 * ones(shape.head_dim),
+                "attn_q_norm": SHARPNESS * ones(shape.head_dim),
                 "attn_k_norm": ones(shape.head_dim),
                 "post_attention_norm": silent(shape.embd),
                 "post_ffw_norm": silent(shape.embd),

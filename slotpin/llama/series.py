@@ -1,0 +1,142 @@
+"""The patch series: which patches, what they are called, and a source tree with them applied."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from slotpin.errors import UserError
+
+FOLDER = Path(__file__).parent / "patches"
+# The lazy cache needs the buffer type that comes before it.
+GROUPS = {"lazy-kv": ("lazy-buffer", "lazy-kv")}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Patches in the order in which they are applied; empty for the stock source."""
+
+    patches: tuple[Path, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Twelve hex digits that change with the content of any patch; empty for no patches."""
+        if not self.patches:
+            return ""
+        content = hashlib.sha256()
+        for patch in self.patches:
+            content.update(patch.read_bytes())
+        return content.hexdigest()[:12]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(patch_name(patch) for patch in self.patches)
+
+
+def patch_name(patch: Path) -> str:
+    """`0003-busy-slot.patch` is `busy-slot`."""
+    return re.sub(r"^\d+-", "", patch.stem)
+
+
+def choose(text: str) -> Series:
+    """`all`, `none`, or names of patches and groups with commas between them. Raises UserError."""
+    available = {patch_name(patch): patch for patch in sorted(FOLDER.glob("*.patch"))}
+    if text == "all":
+        return Series(tuple(available.values()))
+    if text == "none":
+        return Series()
+    wanted: set[str] = set()
+    for word in text.split(","):
+        members = GROUPS.get(word, (word,))
+        if unknown := [name for name in members if name not in available]:
+            raise UserError(f"--patches {text}: no patch {unknown[0]!r}; use all, none, or {', '.join(available)}")
+        wanted.update(members)
+    return Series(tuple(patch for name, patch in available.items() if name in wanted))
+
+
+def check(series: Series, source: Path) -> None:
+    """Apply without keeping anything. Raises UserError (exit 1) that names the patch, the file and the hunk."""
+    with tempfile.TemporaryDirectory() as folder:
+        _apply(series, source, Path(folder))
+
+
+def lay_out(series: Series, source: Path, tree: Path) -> None:
+    """Make `tree` what `source` is with `series` applied, whatever was laid out there before.
+
+    Only files whose content changes are written, so that a build of `tree` is incremental. Nothing is touched when a
+    patch does not apply. Raises UserError as `check` does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        patched = Path(folder)
+        _apply(series, source, patched)
+        touched = _touched(series.patches)
+        names = touched | _laid_out_before(tree)
+        _record(tree, names)  # before the first of them changes, so that a killed run can be put right
+        for name in sorted(names):
+            _put(patched / name if name in touched else source / name, tree / name)
+        _record(tree, touched)
+
+
+def _apply(series: Series, source: Path, folder: Path) -> None:
+    """Put the touched files into `folder`, patched."""
+    for name in _touched(series.patches):
+        if (source / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+    for patch in series.patches:
+        # A repository around the folder must not make git skip what is not in it.
+        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        done = subprocess.run(
+            ["git", "apply", "--verbose", str(patch)], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise UserError(f"{patch.name} does not apply: {_failure(done.stderr)}", exit_code=1)
+
+
+def _failure(stderr: str) -> str:
+    """File and hunk from git's words, `error: patch failed: src/llama.cpp:120`."""
+    errors = re.findall(r"^error: (.+)$", stderr, re.MULTILINE)
+    place = re.search(r"^error: patch failed: (.+):(\d+)$", stderr, re.MULTILINE)
+    if place:
+        return f"{place[1]}, the hunk at line {place[2]}"
+    return errors[0] if errors else "git apply failed"
+
+
+def _touched(patches: Sequence[Path]) -> set[str]:
+    """The files that patches change or add, relative to the top of the tree."""
+    text = "\n".join(patch.read_text(encoding="utf-8") for patch in patches)
+    return set(re.findall(r"^diff --git a/(?:\S+) b/(\S+)$", text, re.MULTILINE))
+
+
+# Where a tree keeps the names of the files that differ from its source.
+_RECORD = ".slotpin-patched"
+
+
+def _laid_out_before(tree: Path) -> set[str]:
+    try:
+        return set((tree / _RECORD).read_text(encoding="utf-8").splitlines())
+    except FileNotFoundError:
+        return set()
+
+
+def _record(tree: Path, names: set[str]) -> None:
+    (tree / _RECORD).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
+
+
+def _put(new: Path, target: Path) -> None:
+    """Replace `target` by the content of `new`; by a new file, because the old one may be a link to the source's."""
+    if not new.exists():
+        target.unlink(missing_ok=True)
+    elif not target.exists() or target.read_bytes() != new.read_bytes():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = target.with_name(f".{target.name}.new")
+        shutil.copyfile(new, staging)
+        staging.replace(target)

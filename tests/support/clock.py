@@ -1,0 +1,13 @@
+"""A clock that a test sets."""
+
+from __future__ import annotations
+
+
+class Clock:
+    """Seconds, as `time.monotonic` gives them."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
