@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import time
-
-from aiohttp import web
 
 from slotpin.config import Settings
 from slotpin.errors import UserError
@@ -14,7 +13,7 @@ from slotpin.observe.log import Log
 from slotpin.observe.status import status
 from slotpin.proxy.exchange import Exchange
 from slotpin.proxy.listener import ClientConnection, Incoming
-from slotpin.proxy.replies import error
+from slotpin.proxy.replies import Reply, error
 from slotpin.proxy.state import State
 
 OWN_PREFIX = b"/slotpin"
@@ -27,13 +26,10 @@ class Proxy:
         self.state = State(settings, log, time.monotonic)
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
-        self._own_routes: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Listen; raises UserError when that can't be done."""
         listen = self.state.running.settings.listen
-        self._own_routes = web.AppRunner(own_routes(self.state), access_log=None, handle_signals=False)
-        await self._own_routes.setup()
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 lambda: ClientConnection(self._handle, self._connections), listen.host, listen.port, backlog=1024
@@ -57,17 +53,24 @@ class Proxy:
             await asyncio.wait(under_way, timeout=self.state.running.settings.timeouts.drain_seconds)
         for connection in list(self._connections):
             connection.abort()
-        if self._own_routes is not None:
-            await self._own_routes.cleanup()
         await self.state.close()
+
+    def _own_route(self, method: str, path: bytes) -> Reply:
+        """Everything under `/slotpin/`; no other path is slotpin's."""
+        if method in ("GET", "HEAD"):
+            if path == b"/slotpin/health":
+                return _json({"status": "ok"})
+            if path == b"/slotpin/status":
+                return _json(status(self.state))
+        what = f"{method} {path.decode('latin-1')}"
+        return error(404, "not_found", f"there is no {what}; see /slotpin/status and /slotpin/health")
 
     async def _handle(self, incoming: Incoming) -> None:
         path = incoming.head.target.partition(b"?")[0]
         try:
             if path == OWN_PREFIX or path.startswith(OWN_PREFIX + b"/"):
-                assert self._own_routes is not None
-                assert self._own_routes.server is not None
-                await incoming.hand_over(self._own_routes.server())
+                await incoming.body.read()
+                incoming.reply(self._own_route(incoming.head.method, path))
             else:
                 await Exchange(self.state, incoming).run()
         except Exception:
@@ -78,24 +81,8 @@ class Proxy:
                 incoming.reply(error(500, "bug", "an error of slotpin's own; its log has the details"))
 
 
-def own_routes(state: State) -> web.Application:
-    """Everything under `/slotpin/`; no other path is slotpin's."""
-
-    async def health(_: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def show_status(_: web.Request) -> web.Response:
-        return web.json_response(status(state))
-
-    async def unknown(request: web.Request) -> web.Response:
-        reply = error(404, "not_found", f"there is no {request.path}; see /slotpin/status and /slotpin/health")
-        return web.Response(status=reply.status, body=reply.body, content_type="application/json")
-
-    app = web.Application()
-    app.router.add_get("/slotpin/health", health)
-    app.router.add_get("/slotpin/status", show_status)
-    app.router.add_route("*", "/{path:.*}", unknown)
-    return app
+def _json(value: object) -> Reply:
+    return Reply(200, json.dumps(value).encode(), ((b"Content-Type", b"application/json"),))
 
 
 def _cannot_listen(host: str, port: int, problem: Exception) -> str:

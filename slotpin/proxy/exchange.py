@@ -54,7 +54,9 @@ class Exchange:
         if route.shape is None:
             self._state.relayed += 1
             answer = Answer(self._incoming, own_headers=[], scanner=None)
-            await self._forward(self._address(route.role or self._header_role), route.target, None, answer)
+            role = route.role or self._header_role or Role.MAIN
+            authorization = self._authorization(role, by_path=route.role is not None)
+            await self._forward(self._address(role), route.target, None, answer, authorization)
             return
         plan = await self._plan(route)
         self._record(plan)
@@ -117,9 +119,9 @@ class Exchange:
         scanner = MessageEndScanner(shape, plan.completions)
         answer = Answer(self._incoming, headers, scanner, lambda: self._state.bindings.end(self.id))
         try:
-            return await self._forward(
-                self._address(plan.classified.role), target, plan.body, answer, self._authorization(plan.classified)
-            )
+            role = plan.classified.role
+            authorization = self._authorization(role, by_path=plan.classified.found_by == "path")
+            return await self._forward(self._address(role), target, plan.body, answer, authorization)
         except asyncio.CancelledError:
             if answer.message_ended:
                 return "completed"  # the client has what it wanted, and needs not wait for the last bytes
@@ -133,17 +135,21 @@ class Exchange:
         if body is None and incoming.body.complete:
             body = await incoming.body.read()
         length = incoming.head.content_length if body is None else len(body)
-        target = address.root.encode() + target
+        if target != b"*":
+            target = address.root.encode() + target
         head = upstream_head(incoming.head, target, address.host_header, length, authorization)
         pool = self._state.pool(address)
         connection: UpstreamConnection | None = None
+        await incoming.flow.drain()  # of the answer before, where requests were sent ahead
         try:
-            connection = await pool.acquire()
+            # What is passed on while it arrives can't be sent again, so it gets a connection that can't be stale.
+            connection = await pool.acquire(fresh=body is None)
             try:
                 await self._transfer(connection, head, body, answer, sized=length is not None)
             except StaleConnectionError:
                 if body is None:
                     raise
+                connection = None
                 connection = await pool.acquire(fresh=True)
                 await self._transfer(connection, head, body, answer, sized=True)
         except UpstreamError as problem:
@@ -151,14 +157,16 @@ class Exchange:
             self._state.probe.forget(self._running.probe_target)
             if incoming.started:
                 incoming.abort()
-                return "upstream_broke"
+                return "completed" if answer.message_ended else "upstream_broke"
             what = "cannot reach llama-server at" if connection is None else "no answer from llama-server at"
             reply = error(502, "upstream_unreachable", f"{what} {address.url}: {problem}")
             incoming.reply(reply.with_headers(answer.own_headers))
             return "unreachable"
         finally:
-            incoming.flow.on_change = None
             if connection is not None:
+                # The next request of this connection, sent ahead, may have set its own already.
+                if incoming.flow.on_change == connection.throttle:
+                    incoming.flow.on_change = None
                 pool.release(connection)
         if answer.status >= 400:
             return "upstream_refused"
@@ -236,10 +244,9 @@ class Exchange:
         key = token.strip() if scheme.lower() == b"bearer" else head.get(b"x-api-key")
         return key.decode("latin-1") if key else None
 
-    def _authorization(self, classified: Classified) -> bytes | None:
+    def _authorization(self, role: Role, *, by_path: bool) -> bytes | None:
         """The compactor's own key, where slotpin and not the path chose its endpoint: main's key stays at home."""
-        elsewhere = self._address(classified.role) != self._running.main
-        if elsewhere and classified.found_by != "path":
+        if self._address(role) != self._running.main and not by_path:
             return b"Bearer " + self._running.probe_target.api_key.encode()
         return None
 

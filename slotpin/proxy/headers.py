@@ -53,6 +53,7 @@ def end_to_end(headers: Headers) -> Headers:
     for name, value in headers:
         if name.lower() == b"connection":
             dropped = dropped.union(token.strip().lower() for token in value.split(b","))
+            dropped -= {b"content-length"}  # the framing is nobody's to drop
     return [header for header in headers if header[0].lower() not in dropped]
 
 

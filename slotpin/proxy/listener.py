@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from urllib.parse import urlsplit
@@ -28,8 +30,11 @@ KEEP_ALIVE_SECONDS = 75.0
 class RequestBody:
     """A body as it arrives. Read it whole, or piece by piece with back-pressure on the client."""
 
-    def __init__(self, transport: asyncio.Transport, expects_continue: bool) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, expects_continue: bool, hold: Callable[[object, bool], None]
+    ) -> None:
         self._transport = transport
+        self._hold = hold
         self._expects_continue = expects_continue
         self._pieces: deque[bytes] = deque()
         self._buffered = 0
@@ -46,11 +51,12 @@ class RequestBody:
         self._buffered += len(data)
         if self._limit is not None and self._buffered > self._limit and not self._paused:
             self._paused = True
-            self._transport.pause_reading()
+            self._hold(self, True)
         self._wake()
 
     def feed_end(self) -> None:
         self.complete = True
+        self._resume()
         self._wake()
 
     async def read(self) -> bytes:
@@ -95,7 +101,7 @@ class RequestBody:
     def _resume(self) -> None:
         if self._paused:
             self._paused = False
-            self._transport.resume_reading()
+            self._hold(self, False)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -162,13 +168,7 @@ class Incoming:
     def abort(self) -> None:
         """Break the connection off: an answer that is not complete must not look as if it were."""
         self.finished = True
-        self._connection.abort()
-
-    async def hand_over(self, protocol: asyncio.Protocol) -> None:
-        """Let another protocol answer this request and own the connection from here on."""
-        body = await self.body.read()
-        self.finished = True
-        self._connection.hand_over(protocol, self.head, body)
+        self._connection.abort(reset=self.head.http10)
 
 
 Handler = Callable[[Incoming], Coroutine[None, None, None]]
@@ -191,10 +191,13 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._ahead: deque[Incoming] = deque()
         self._ahead_bytes = 0
+        # Who wants nothing more to be read for now: bodies, and the connection itself for requests sent ahead.
+        self._holds: set[object] = set()
         # The request that is being read.
         self._target = b""
         self._headers: Headers = []
-        self._head_bytes = 0
+        self._head_bytes = 0  # also of trailers and chunk extensions: what was read since the last byte of a body
+        self._upgrading = False
         self._reading_head = True
         self._body: RequestBody
 
@@ -207,7 +210,11 @@ class ClientConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         self._transport.write(data)
 
-    def abort(self) -> None:
+    def abort(self, reset: bool = False) -> None:
+        """`reset`: where the end of the connection could be taken for the end of the body (HTTP/1.0)."""
+        if reset and not self._transport.is_closing():
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
     def done(self, incoming: Incoming, close: bool) -> None:
@@ -223,24 +230,23 @@ class ClientConnection(asyncio.Protocol):
         elif close or self.draining:
             self._transport.close()
         elif self._ahead:
-            self._begin(self._ahead.popleft())
+            following = self._ahead.popleft()
+            if not self._ahead:
+                self._forget_ahead()  # the rest of its body may still have to come
+            self._begin(following)
         else:
-            if self._ahead_bytes > PIPELINE_HIGH_WATER:
-                self._transport.resume_reading()
-            self._ahead_bytes = 0
+            self._forget_ahead()
             self._set_timer(KEEP_ALIVE_SECONDS)
 
-    def hand_over(self, protocol: asyncio.Protocol, head: RequestHead, body: bytes) -> None:
-        self._clear_timer()
-        self._leave()
-        headers = [header for header in head.headers if header[0].lower() not in _FRAMING]
-        lines = [b"%s %s HTTP/1.%d" % (head.method.encode(), head.target, 0 if head.http10 else 1)]
-        lines.extend(name + b": " + value for name, value in headers)
-        lines.extend((b"Content-Length: %d" % len(body), b"Connection: close", b"", b""))
-        self._transport.resume_reading()
-        self._transport.set_protocol(protocol)
-        protocol.connection_made(self._transport)
-        protocol.data_received(b"\r\n".join(lines) + body)
+    def hold(self, who: object, on: bool) -> None:
+        """Read nothing more from the client until everybody who held it has let go."""
+        if on:
+            self._holds.add(who)
+            self._transport.pause_reading()
+            return
+        self._holds.discard(who)
+        if not self._holds:
+            self._transport.resume_reading()
 
     # asyncio.Protocol
 
@@ -252,18 +258,19 @@ class ClientConnection(asyncio.Protocol):
         self._set_timer(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
-        if self._reading_head:
-            self._head_bytes += len(data)
-        elif self._current is not None and self._current.body.complete:
+        self._head_bytes += len(data)
+        if self._current is not None and self._current.body.complete:
             self._count_ahead(len(data))
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # RFC 9110 section 7.8 lets a server ignore an upgrade; what follows is HTTP/1.1 still.
-            self._parser = httptools.HttpRequestParser(self)
-        except httptools.HttpParserError as problem:
-            self._refuse(error(400, "bad_request", f"the request is not HTTP/1.1: {problem}"))
-        if self._reading_head and self._head_bytes > MAX_HEAD_BYTES:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+            except httptools.HttpParserError as problem:
+                self._refuse(error(400, "bad_request", f"the request is not HTTP/1.1: {problem}"))
+                return
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(error(431, "head_too_large", f"the request head is larger than {MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -291,12 +298,19 @@ class ClientConnection(asyncio.Protocol):
         self._target += target
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        if self._reading_head:  # a trailer must not become a header (RFC 9110 section 6.5.1)
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._reading_head = False
         self._head_bytes = 0
-        http10 = self._parser.get_http_version() == "1.0"
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise ValueError(version)
+        if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
+            self._upgrading = True  # the parser takes what follows for another protocol, even a body
+            return
+        http10 = version == "1.0"
         head = RequestHead(
             self._parser.get_method().decode("ascii"),
             _origin_form(self._target),
@@ -305,7 +319,7 @@ class ClientConnection(asyncio.Protocol):
             self._parser.should_keep_alive(),
         )
         expects = not http10 and (head.get(b"expect") or b"").lower() == b"100-continue"
-        self._body = RequestBody(self._transport, expects)
+        self._body = RequestBody(self._transport, expects, self.hold)
         incoming = Incoming(self, head, self._body)
         if self._current is None:
             self._begin(incoming)
@@ -313,13 +327,28 @@ class ClientConnection(asyncio.Protocol):
             self._ahead.append(incoming)
 
     def on_body(self, data: bytes) -> None:
+        self._head_bytes = 0
         self._body.feed(data)
 
     def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
         self._reading_head = True
+        self._head_bytes = 0
         self._body.feed_end()
         if self._current is None:
             self._transport.close()  # the answer came early, and now the client has sent the rest
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was just read, to be read again without its upgrade, as RFC 9110 section 7.8 allows."""
+        upgrading, self._upgrading = self._upgrading, False
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        self._parser = httptools.HttpRequestParser(self)
+        if not upgrading:
+            return b""
+        lines = [b"%s %s HTTP/%s" % (method, self._target, version)]
+        lines.extend(name + b": " + value for name, value in self._headers if name.lower() != b"upgrade")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _begin(self, incoming: Incoming) -> None:
         self._clear_timer()
@@ -334,7 +363,11 @@ class ClientConnection(asyncio.Protocol):
     def _count_ahead(self, size: int) -> None:
         self._ahead_bytes += size
         if self._ahead_bytes > PIPELINE_HIGH_WATER:
-            self._transport.pause_reading()
+            self.hold(self, True)
+
+    def _forget_ahead(self) -> None:
+        self._ahead_bytes = 0
+        self.hold(self, False)
 
     def _refuse(self, reply: Reply) -> None:
         """Answer a request that can't be read; nothing after it can be read either."""
@@ -353,9 +386,6 @@ class ClientConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
 
 def _origin_form(target: bytes) -> bytes:

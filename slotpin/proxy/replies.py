@@ -15,6 +15,7 @@ from slotpin.proxy.headers import Header
 RETRY_AFTER_SECONDS = 2
 
 _PHRASES = {
+    200: b"OK",
     400: b"Bad Request",
     404: b"Not Found",
     405: b"Method Not Allowed",

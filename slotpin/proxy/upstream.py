@@ -112,7 +112,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return not self.closed and self._sink is None and self.requests < MAX_REQUESTS
+        # An answer that came early leaves the rest of its request behind.
+        sent = not self.closed and self._transport.get_write_buffer_size() == 0
+        return sent and self._sink is None and self.requests < MAX_REQUESTS
 
     # asyncio.Protocol
 

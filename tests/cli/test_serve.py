@@ -68,37 +68,35 @@ def test_a_signal_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_an_answer_under_way_is_finished_after_the_signal(tmp_path: Path) -> None:
-    with silent_server() as (server, upstream):
-        with Program(tmp_path, "serve", *arguments(upstream)) as program:
-            client, behind = held_request(program.url, server)
-            with client, behind:
-                url = program.url
-                program.signal(signal.SIGTERM)
-                wait_until(lambda: not listens(url), "no new request is taken")
-                assert program.process.poll() is None
-                behind.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
-                answer = b""
-                while piece := client.recv(65536):
-                    answer += piece
-                assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-                assert answer.endswith(b"\r\n\r\nhello")
-                assert program.wait() == 0
-                assert "Traceback" not in program.err
+    with silent_server() as (server, upstream), Program(tmp_path, "serve", *arguments(upstream)) as program:
+        client, behind = held_request(program.url, server)
+        with client, behind:
+            url = program.url
+            program.signal(signal.SIGTERM)
+            wait_until(lambda: not listens(url), "no new request is taken")
+            assert program.process.poll() is None
+            behind.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
+            answer = b""
+            while piece := client.recv(65536):
+                answer += piece
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert answer.endswith(b"\r\n\r\nhello")
+            assert program.wait() == 0
+            assert "Traceback" not in program.err
 
 
 @SIGNALS
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    with silent_server() as (server, upstream):
-        with Program(tmp_path, "serve", *arguments(upstream)) as program:
-            client, behind = held_request(program.url, server)
-            with client, behind:
-                url = program.url
-                program.signal(number)
-                wait_until(lambda: not listens(url), "no new request is taken")
-                assert program.process.poll() is None
-                program.signal(number)
-                assert program.wait(20) == 130  # it would wait an hour for the answer
-                assert "Traceback" not in program.err
+    with silent_server() as (server, upstream), Program(tmp_path, "serve", *arguments(upstream)) as program:
+        client, behind = held_request(program.url, server)
+        with client, behind:
+            url = program.url
+            program.signal(number)
+            wait_until(lambda: not listens(url), "no new request is taken")
+            assert program.process.poll() is None
+            program.signal(number)
+            assert program.wait(20) == 130  # it would wait an hour for the answer
+            assert "Traceback" not in program.err
 
 
 def test_its_own_routes(tmp_path: Path) -> None:

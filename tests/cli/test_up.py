@@ -93,7 +93,7 @@ def test_no_llama_server_is_left_after_kill_9(tmp_path: Path) -> None:
 
 def test_sigterm_while_the_model_loads(tmp_path: Path) -> None:
     with up(tmp_path) as program:
-        wait_until(lambda: bool(children(program.process.pid)), "llama-server is started")
+        wait_until(lambda: bool(children(program.process.pid)), "llama-server is started", 20)
         server = llama_server(program)
         program.signal(signal.SIGTERM)
         assert program.wait() == 0

@@ -26,7 +26,7 @@ async def chat(url: str, messages: list[dict[str, Any]], id_slot: int) -> dict[s
 @pytest.mark.parametrize("model", [full_attention, sliding_window])
 def test_answers_are_deterministic_and_a_follow_up_finds_all_of_them_in_the_cache(model: Callable[[], Path]) -> None:
     async def go() -> None:
-        async with running_server(model()) as server:
+        async with running_server(model(), "-fa", "off") as server:
             first = await chat(server.base_url, [QUESTION], 0)
             elsewhere = await chat(server.base_url, [QUESTION], 1)
             message = first["choices"][0]["message"]

@@ -155,6 +155,28 @@ async def test_with_more_requests_sent_ahead(politely: bool) -> None:
         assert len(stub.requests) == 1  # what nobody waits for is not begun
 
 
+@politely
+@pytest.mark.parametrize("size", [250_000, 262_200, 300_000, 500_000, 600_000])
+@pytest.mark.parametrize("target", [CHAT, "/upload"])
+@on_loop
+async def test_after_a_body_that_came_faster_than_it_could_go(target: str, size: int, politely: bool) -> None:
+    """The body is here to its end before the server is even connected: the client must be listened to again."""
+
+    async def script(connection: Connection, got: Request) -> None:
+        if got.target == b"/then":
+            await connection.gone()
+        await connection.send(answer())
+
+    async with stub_upstream(script) as stub, running_proxy(settings_for(stub, False)) as running:
+        client = await running.client()
+        await client.send(request("POST", target, bytes(size)))
+        assert (await client.read_response()).status == 200
+        await client.send(request("GET", "/then"))
+        await until(lambda: stub.requests[-1].target == b"/then", "the next request of the connection", 1)
+        await leave(client, politely)
+        await everything_is_back(stub, running)
+
+
 @on_loop
 async def test_while_the_server_does_not_take_the_body() -> None:
     async def raw(connection: Connection) -> None:

@@ -213,22 +213,25 @@ MAIN_KEY = [b"Authorization: Bearer main-key", b"X-Api-Key: main-key"]
 @pytest.mark.parametrize("enabled", [False, "auto", True])
 @on_loop
 async def test_each_role_has_its_own_server(enabled: bool | str) -> None:
-    async with stub_upstream() as main, stub_upstream() as side:
-        async with running_proxy(settings_for(main, enabled, side)) as running:
-            for path in ("/v1/chat/completions", "/completion", "/v1/models", "/health"):
-                await running.fetch(path, b'{"id_slot":null}', MAIN_KEY)
-                assert len(main.requests) == 1 and side.requests == []
-                got = main.requests.pop()
-                assert got.target == path.encode()
-                assert got.get_all(b"authorization") == [b"Bearer main-key"]
-                response = await running.fetch(f"/compactor{path}", b'{"id_slot":null}')
-                assert main.requests == []
-                (got,) = side.requests
-                side.requests.clear()
-                assert (got.target, got.body) == (path.encode(), b'{"id_slot":null}')
-                if path in ("/v1/chat/completions", "/completion"):
-                    reason = b"disabled" if enabled is False else b"endpoints_differ"
-                    assert response.get(b"X-Slotpin-Reason") == reason
+    async with (
+        stub_upstream() as main,
+        stub_upstream() as side,
+        running_proxy(settings_for(main, enabled, side)) as running,
+    ):
+        for path in ("/v1/chat/completions", "/completion", "/v1/models", "/health"):
+            await running.fetch(path, b'{"id_slot":null}', MAIN_KEY)
+            assert len(main.requests) == 1 and side.requests == []
+            got = main.requests.pop()
+            assert got.target == path.encode()
+            assert got.get_all(b"authorization") == [b"Bearer main-key"]
+            response = await running.fetch(f"/compactor{path}", b'{"id_slot":null}')
+            assert main.requests == []
+            (got,) = side.requests
+            side.requests.clear()
+            assert (got.target, got.body) == (path.encode(), b'{"id_slot":null}')
+            if path in ("/v1/chat/completions", "/completion"):
+                reason = b"disabled" if enabled is False else b"endpoints_differ"
+                assert response.get(b"X-Slotpin-Reason") == reason
         assert main.probes == side.probes == []
 
 
@@ -237,33 +240,42 @@ async def test_each_role_has_its_own_server(enabled: bool | str) -> None:
 @on_loop
 async def test_mains_key_does_not_go_to_the_other_server(target: str, enabled: bool | str) -> None:
     """Its client gave that key to main's URL; that the request goes elsewhere is slotpin's doing."""
-    async with stub_upstream() as main, stub_upstream() as side:
-        async with running_proxy(settings_for(main, enabled, side)) as running:
-            await running.fetch(target, b"{}", [b"X-Slotpin-Role: compactor", *MAIN_KEY])
-            (got,) = side.requests
-            assert b"main-key" not in secrets(got)
-            assert got.get_all(b"authorization") == [b"Bearer compactor-key"]
-            assert main.requests == []
+    async with (
+        stub_upstream() as main,
+        stub_upstream() as side,
+        running_proxy(settings_for(main, enabled, side)) as running,
+    ):
+        await running.fetch(target, b"{}", [b"X-Slotpin-Role: compactor", *MAIN_KEY])
+        (got,) = side.requests
+        assert b"main-key" not in secrets(got)
+        assert got.get_all(b"authorization") == [b"Bearer compactor-key"]
+        assert main.requests == []
 
 
 @on_loop
 async def test_the_same_for_a_recogniser() -> None:
-    async with stub_upstream() as main, stub_upstream() as side:
-        async with running_proxy(settings_for(main, "auto", side)) as running:
-            response = await running.fetch(body=PI_SUMMARY, headers=MAIN_KEY)
-            (got,) = side.requests
-            assert got.body == PI_SUMMARY
-            assert b"main-key" not in secrets(got)
-            assert got.get_all(b"authorization") == [b"Bearer compactor-key"]
-            assert response.get(b"X-Slotpin-Reason") == b"endpoints_differ"
+    async with (
+        stub_upstream() as main,
+        stub_upstream() as side,
+        running_proxy(settings_for(main, "auto", side)) as running,
+    ):
+        response = await running.fetch(body=PI_SUMMARY, headers=MAIN_KEY)
+        (got,) = side.requests
+        assert got.body == PI_SUMMARY
+        assert b"main-key" not in secrets(got)
+        assert got.get_all(b"authorization") == [b"Bearer compactor-key"]
+        assert response.get(b"X-Slotpin-Reason") == b"endpoints_differ"
 
 
 @on_loop
 async def test_a_key_that_came_with_the_compactors_path_is_kept() -> None:
-    async with stub_upstream() as main, stub_upstream() as side:
-        async with running_proxy(settings_for(main, "auto", side)) as running:
-            await running.fetch(SIDE, headers=[b"Authorization: Bearer own-key"])
-            assert side.requests[0].get_all(b"authorization") == [b"Bearer own-key"]
+    async with (
+        stub_upstream() as main,
+        stub_upstream() as side,
+        running_proxy(settings_for(main, "auto", side)) as running,
+    ):
+        await running.fetch(SIDE, headers=[b"Authorization: Bearer own-key"])
+        assert side.requests[0].get_all(b"authorization") == [b"Bearer own-key"]
 
 
 @on_loop

@@ -165,34 +165,37 @@ async def test_an_exchange_under_way_keeps_its_settings() -> None:
         else:
             await connection.send(answer())
 
-    async with stub_upstream(script) as stub, stub_upstream(script) as other:
-        async with running_proxy(settings_for(stub)) as running:
-            client = await running.client()
-            await client.send(request("POST", CHAT, b'{"slow":1}'))
-            assert b"X-Slotpin-Slot: 0" in await client.read_head()
-            # Half of a body is here when the settings change: it goes where its exchange began.
-            half = await running.client()
-            whole = request("POST", CHAT, b'{"half":1}')
-            await half.send(whole[:-4])
-            await asyncio.sleep(0.02)
+    async with (
+        stub_upstream(script) as stub,
+        stub_upstream(script) as other,
+        running_proxy(settings_for(stub)) as running,
+    ):
+        client = await running.client()
+        await client.send(request("POST", CHAT, b'{"slow":1}'))
+        assert b"X-Slotpin-Slot: 0" in await client.read_head()
+        # Half of a body is here when the settings change: it goes where its exchange began.
+        half = await running.client()
+        whole = request("POST", CHAT, b'{"half":1}')
+        await half.send(whole[:-4])
+        await asyncio.sleep(0.02)
 
-            running.proxy.state.apply(
-                settings_for(other, llamaCppSlots={"enabled": "auto", "mainIdSlot": 1, "compactorIdSlot": 0})
-            )
-            # The open exchange is no ticket under the new settings.
-            refused = await running.fetch(SIDE)
-            assert (refused.status, refused.error["code"]) == (503, "settings_changed")
-            assert (await running.fetch()).get(b"X-Slotpin-Slot") == b"1"
-            assert len(other.requests) == 1
+        running.proxy.state.apply(
+            settings_for(other, llamaCppSlots={"enabled": "auto", "mainIdSlot": 1, "compactorIdSlot": 0})
+        )
+        # The open exchange is no ticket under the new settings.
+        refused = await running.fetch(SIDE)
+        assert (refused.status, refused.error["code"]) == (503, "settings_changed")
+        assert (await running.fetch()).get(b"X-Slotpin-Slot") == b"1"
+        assert len(other.requests) == 1
 
-            await half.send(whole[-4:])
-            assert (await half.read_response()).get(b"X-Slotpin-Slot") == b"0"
-            go_on.set()
-            assert await client.read_chunk() == DONE
-            assert await client.read_chunk() == b""
-            assert [got.body.count(b'"id_slot":0') for got in stub.requests] == [1, 1]
-            assert (await running.status())["generation"] == 2
-            await client.close()
+        await half.send(whole[-4:])
+        assert (await half.read_response()).get(b"X-Slotpin-Slot") == b"0"
+        go_on.set()
+        assert await client.read_chunk() == DONE
+        assert await client.read_chunk() == b""
+        assert [got.body.count(b'"id_slot":0') for got in stub.requests] == [1, 1]
+        assert (await running.status())["generation"] == 2
+        await client.close()
 
 
 @on_loop
@@ -239,34 +242,36 @@ async def test_stop_lets_answers_under_way_end() -> None:
         await go_on.wait()
         await connection.send(chunk(DONE), LAST_CHUNK)
 
-    async with stub_upstream(script) as stub:
-        async with running_proxy(settings_for(stub, timeouts={"drainSeconds": 10})) as running:
-            busy, idle = await running.client(), await running.client()
-            await busy.send(request("POST", CHAT, b"{}"))
-            await idle.send(request("GET", "/slotpin/health"))
-            await idle.read_response()
-            idle = await running.client()
-            await busy.read_head()
-            await busy.read_chunk()
-            port = running.port
-            stopping = asyncio.create_task(running.proxy.stop())
-            assert await asyncio.wait_for(idle.reader.read(), 2) == b""  # what is idle ends at once
-            await asyncio.sleep(0.05)
-            assert not stopping.done()
-            try:
-                late = await Client.connect(port)
-            except ConnectionRefusedError:
-                pass
-            else:
-                late.leave()
-                raise AssertionError("it still takes connections")
-            go_on.set()
-            assert await busy.read_chunk() == DONE
-            assert await busy.read_chunk() == b""
-            assert await asyncio.wait_for(busy.reader.read(), 2) == b""
-            await asyncio.wait_for(stopping, 2)
-            assert running.logged("exchange")[-1]["outcome"] == "completed"
-        assert stub.open == 0
+    async with (
+        stub_upstream(script) as stub,
+        running_proxy(settings_for(stub, timeouts={"drainSeconds": 10})) as running,
+    ):
+        busy, idle = await running.client(), await running.client()
+        await busy.send(request("POST", CHAT, b"{}"))
+        await idle.send(request("GET", "/slotpin/health"))
+        await idle.read_response()
+        idle = await running.client()
+        await busy.read_head()
+        await busy.read_chunk()
+        port = running.port
+        stopping = asyncio.create_task(running.proxy.stop())
+        assert await asyncio.wait_for(idle.reader.read(), 2) == b""  # what is idle ends at once
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        try:
+            late = await Client.connect(port)
+        except ConnectionRefusedError:
+            pass
+        else:
+            late.leave()
+            raise AssertionError("it still takes connections")
+        go_on.set()
+        assert await busy.read_chunk() == DONE
+        assert await busy.read_chunk() == b""
+        assert await asyncio.wait_for(busy.reader.read(), 2) == b""
+        await asyncio.wait_for(stopping, 2)
+        assert running.logged("exchange")[-1]["outcome"] == "completed"
+        await until(lambda: stub.open == 0, "the upstream connection is closed")
 
 
 @on_loop
@@ -275,13 +280,15 @@ async def test_stop_breaks_off_what_takes_too_long() -> None:
         await connection.send(SSE_HEAD, chunk(b"data: x\n\n"))
         await connection.gone()
 
-    async with stub_upstream(script) as stub:
-        async with running_proxy(settings_for(stub, timeouts={"drainSeconds": 0.2})) as running:
-            client = await running.client()
-            await client.send(request("POST", CHAT, b"{}"))
-            await client.read_head()
-            await client.read_chunk()
-            await asyncio.wait_for(running.proxy.stop(), 2)
-            data, _ = await client.read_all()
-            assert not data.endswith(LAST_CHUNK)
+    async with (
+        stub_upstream(script) as stub,
+        running_proxy(settings_for(stub, timeouts={"drainSeconds": 0.2})) as running,
+    ):
+        client = await running.client()
+        await client.send(request("POST", CHAT, b"{}"))
+        await client.read_head()
+        await client.read_chunk()
+        await asyncio.wait_for(running.proxy.stop(), 2)
+        data, _ = await client.read_all()
+        assert not data.endswith(LAST_CHUNK)
         await until(lambda: stub.open == 0, "the upstream connection is closed")

@@ -8,7 +8,8 @@ import pytest
 from tests.real.servers import Llama, Slotpin, llama, slotpin
 
 # Token ids of the tiny model for /infill, which it has no tokens of its own for.
-INFILL = ",".join(f"tokenizer.ggml.fim_{name}_token_id=int:{token}" for name, token in (("pre", 400), ("suf", 401), ("mid", 402)))
+FIM = {"pre": 3, "suf": 4, "mid": 5}
+INFILL = ",".join(f"tokenizer.ggml.fim_{name}_token_id=int:{id}" for name, id in FIM.items())
 
 
 @pytest.fixture(scope="module")

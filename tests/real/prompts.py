@@ -5,7 +5,24 @@ from __future__ import annotations
 import random
 from typing import Any
 
-WORDS = "the of and to in is was for that with his they from this have not but had were one all would there her when".split()
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "was",
+    "for",
+    "that",
+    "with",
+    "his",
+    "they",
+    "from",
+    "this",
+    "have",
+    "not",
+)
 
 
 def chat(text: str = "hello", tokens: int = 4, **more: object) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class Llama:
         """From its log: each slot that it chose for a task, and by what ("id", "LRU", "LCP similarity")."""
         return [(int(found[1]), found[2]) for found in SELECTED.finditer(self._server.log_path.read_text())]
 
+    def chosen_since(self, count: int, tasks: int = 1) -> list[tuple[int, str]]:
+        """What `selections` has after its first `count`; waits for as many `tasks`."""
+        wait_until(lambda: len(self.selections) >= count + tasks, "llama-server logs its choice")
+        return self.selections[count:]
+
 
 @contextmanager
 def llama(*flags: str, port: int | None = None, api_key: str = "", loaded: bool = True) -> Iterator[Llama]:

@@ -17,25 +17,26 @@ CHAT = "/v1/chat/completions"
 
 def test_a_server_that_loads_says_so_itself(tmp_path: Path) -> None:
     port = free_port(HOST, 0)
-    with slotpin(tmp_path, f"http://{HOST}:{port}") as proxy:
-        # Many slots make the load long enough to be seen.
-        with llama("--parallel", "32", "--no-kv-unified", "--ctx-size", "2097152", port=port, loaded=False) as server:
-            loading = None
-            deadline = time.monotonic() + 30
-            while (answer := fetch(proxy.url + CHAT, chat())).status != 200:
-                assert time.monotonic() < deadline, answer
-                assert answer.status in (502, 503), answer  # 502: it does not listen yet
-                if answer.status == 503:
-                    loading = answer
-                    refused = fetch(f"{proxy.url}/compactor{CHAT}", chat())
-            assert loading is not None, "the server had loaded before the first look"
-            assert loading.error == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
-            assert (loading.role, loading.slot, loading.reason) == ("main", None, "probe_failed")
-            assert "the model is loading" in loading.warning
-            assert refused.error["code"] in ("probe_failed", "no_binding")
-            # No failure is kept: the first turn after it is pinned.
-            assert (answer.slot, answer.reason) == (0, "pinned")
-            assert len(server.slots) == 32
+    # Many slots make the load long enough to be seen.
+    many = ("--parallel", "32", "--no-kv-unified", "--ctx-size", "524288")
+    with slotpin(tmp_path, f"http://{HOST}:{port}") as proxy, llama(*many, port=port, loaded=False) as server:
+        loading = None
+        deadline = time.monotonic() + 30
+        while (answer := fetch(proxy.url + CHAT, chat())).status != 200:
+            assert time.monotonic() < deadline, answer
+            assert answer.status in (502, 503), answer  # 502: it does not listen yet
+            if answer.status == 503:
+                loading = answer
+                refused = fetch(f"{proxy.url}/compactor{CHAT}", chat())
+        assert loading is not None, "the server had loaded before the first look"
+        assert loading.error == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        assert (loading.role, loading.slot, loading.reason) == ("main", None, "probe_failed")
+        assert "the model is loading" in loading.warning
+        assert refused.error["code"] in ("probe_failed", "no_binding")
+        # No failure is kept. (The answer above may have been asked for before the load was done.)
+        pinned = fetch(proxy.url + CHAT, chat())
+        assert (pinned.slot, pinned.reason) == (0, "pinned")
+        assert len(server.slots) == 32
 
 
 def test_nothing_listens_there(tmp_path: Path) -> None:

@@ -19,11 +19,14 @@ VOLATILE = [
     rb'"(?:id|item_id)":"[^"]*"',
 ]
 
+OF_A_CONNECTION = {"connection", "keep-alive"}
+
 PLAIN = b'{"messages":[{"role":"user","content":"hello"}],"max_tokens":6,"temperature":0%s}'
 ODD = [
     PLAIN % b"",
-    b'\t{ "messages" :\r\n[ {"role" : "user", "content":"\\u0068\\u00e9\\ud83d\\ude00\\/ \\"}{"}] , "max_tokens":6,\n"temperature" :0}\n ',
-    b'{"temperature":0e1,"max_tokens":6,"metadata":{"id_slot":7,"cache_prompt":false},"messages":[{"role":"user","content":"a"}]}',
+    b'\t{ "messages" :\r\n[ {"role" : "user", "content":"\\u0068\\u00e9\\ud83d\\ude00\\/ \\"}{"}] ,'
+    b'\r"max_tokens":6,\n"temperature" :0}\n ',
+    PLAIN % b',"metadata":{"id_slot":7,"cache_prompt":false},"top_p":1e0',
     '{"messages":[{"role":"user","content":"żółw 🐢 日本"}],"max_tokens":6,"temperature":0}'.encode(),
     PLAIN % b',"id_slot":null,"cache_prompt":null',
     PLAIN % b',"max_tokens":5,"seed":18446744073709551615',
@@ -54,9 +57,8 @@ def assert_same(proxy: Slotpin, server: Llama, path: str, body: bytes) -> Answer
     through, direct = fetch(proxy.url + path, body), fetch(server.url + path, body)
     assert through.status == direct.status == 200, through
     assert normalised(through) == normalised(direct)
-    own = {name for name in through.headers if name.startswith("x-slotpin-")}
-    ours, theirs = through.headers.keys() - own, direct.headers.keys()
-    assert ours - {"content-length", "connection", "keep-alive"} == theirs - {"content-length", "connection", "keep-alive"}
+    ours = {name for name in through.headers if not name.startswith("x-slotpin-")}
+    assert ours - OF_A_CONNECTION == direct.headers.keys() - OF_A_CONNECTION
     return through
 
 
@@ -71,7 +73,6 @@ def test_each_odd_body_s_answer(proxy: Slotpin, two_slots: Llama, body: bytes) -
     for variant in (body, streamed(body)):
         answer = assert_same(proxy, two_slots, CHAT, variant)
         assert (answer.slot, answer.reason) == (0, "pinned")
-        assert two_slots.last_slot == 0 or True
 
 
 def test_a_body_that_is_no_json_is_refused_by_the_server(proxy: Slotpin, two_slots: Llama) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.real.client import OpenRequest
 from tests.real.prompts import chat, prose
-from tests.real.servers import Llama, Slotpin, llama, slotpin
+from tests.real.servers import Llama, llama, slotpin
 from tests.support.processes import wait_until
 
 CHAT = "/v1/chat/completions"
@@ -42,7 +42,7 @@ def test_a_client_that_leaves_while_its_prompt_is_evaluated(
         wait_until(lambda: proxy.bindings == (0, 0), "the binding is gone", 1)
         time.sleep(SERVER_LOOKS)
         while not slow.idle:
-            assert time.monotonic() < left + 10, "the server goes on evaluating"
+            assert time.monotonic() < left + 4, "the server goes on evaluating"  # alone on a machine it takes under 2 s
             time.sleep(LOOK)
         took = time.monotonic() - left
         print(f"idle after {took:.1f} s")

@@ -1,7 +1,9 @@
 """Tiny random-weight models with a real tokenizer, for tests on a real llama-server.
 
-They answer with random plain English words and never end by themselves: give `max_tokens`. An answer's text becomes
-the same tokens again when it comes back in the next turn, so that a follow-up can re-use all of the cache.
+They answer with random lower-case words and never end by themselves: give `max_tokens`, or a grammar that ends. An
+answer's text becomes the same tokens again when it comes back in the next turn, so that a follow-up can re-use all of
+the cache. At temperature 0 one state gives one answer; where cells lie otherwise in a unified cache (another slot),
+flash attention sums in another order and now and then turns a word: compare across slots with `-fa off`.
 `python -m tests.support.tiny_model` makes them and prints their paths.
 """
 
@@ -29,7 +31,7 @@ CHAT_TEMPLATE = (
 IM_START, IM_END = 32000, 32001
 CONTROL = int(gguf.TokenType.CONTROL)
 
-# Logits of tokens that shall never be sampled lie this far below the others.
+# The weight of the bias against tokens that shall never be sampled.
 BANNED = -200.0
 
 # Standard deviation of the attention scores.
@@ -154,8 +156,10 @@ def _add_tensors(writer: gguf.GGUFWriter, shape: Shape, tokens: list[str]) -> No
     embedding = random.standard_normal((len(tokens), shape.embd))
     embedding[:, 0] = 1.0
     output = random.standard_normal((len(tokens), shape.embd))
-    output *= np.exp(0.5 * random.standard_normal((len(tokens), 1)))
-    output[:, 0] = [0.0 if re.fullmatch("▁[a-z]{2,}", token) else BANNED for token in tokens]
+    output *= np.exp(0.3 * random.standard_normal((len(tokens), 1)))
+    words = np.array([re.fullmatch("▁[a-z]{2,}", token) is not None for token in tokens])
+    output[~words] = 0.0
+    output[:, 0] = np.where(words, 0.0, BANNED)
     # Gemma multiplies what it looks up by the square root of the width.
     writer.add_tensor("token_embd.weight", (embedding / (np.sqrt(shape.embd) if gemma else 1.0)).astype(np.float16))
     writer.add_tensor("output_norm.weight", ones(shape.embd))

@@ -1,0 +1,72 @@
+"""Work on the llama.cpp patch series as commits.
+
+    python tools/llama_patches.py tree DIR     a git repository in DIR: the packaged source, then one commit a patch
+    python tools/llama_patches.py write DIR    the commits of DIR after the first one, written back as the series
+
+A patch is called after the last line of its commit message, `Patch: busy-slot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from slotpin.llama.series import FOLDER, choose, patch_name
+from slotpin.llama.source import ensure_tree, find_source
+
+AUTHOR = ("-c", "user.name=slotpin", "-c", "user.email=slotpin@users.noreply.invalid")
+
+
+def git(tree: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(tree), *AUTHOR, *arguments], check=True, text=True, stdout=subprocess.PIPE)
+    return done.stdout
+
+
+def make_tree(tree: Path) -> None:
+    source = ensure_tree(find_source(None), lambda line: print(line, file=sys.stderr))
+    shutil.copytree(source, tree, symlinks=True)
+    git(tree, "init", "--quiet", "--initial-branch", "slotpin")
+    git(tree, "add", "--all", "--force")
+    git(tree, "commit", "--quiet", "--message", "llama.cpp as packaged")
+    for patch in choose("all").patches:
+        git(tree, "am", "--quiet", str(patch))
+        print(f"applied {patch.name}")
+
+
+def write_series(tree: Path) -> None:
+    first = git(tree, "rev-list", "--max-parents=0", "HEAD").strip()
+    with tempfile.TemporaryDirectory() as folder:
+        form = ("--zero-commit", "--no-signature", "--no-numbered", "--unified=2", "--output-directory", folder)
+        git(tree, "format-patch", *form, f"{first}..HEAD")
+        written = {_file_name(patch): patch.read_text(encoding="utf-8") for patch in sorted(Path(folder).iterdir())}
+    for patch in FOLDER.glob("*.patch"):
+        patch.unlink()
+    for name, text in written.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(f"wrote {name}")
+
+
+def _file_name(patch: Path) -> str:
+    named = re.search(r"^Patch: ([a-z0-9-]+)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    name = named[1] if named else patch_name(patch)
+    return f"{patch.name[:4]}-{name}.patch"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("tree", "write"))
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    options = parser.parse_args()
+    if options.command == "tree":
+        make_tree(options.folder)
+    else:
+        write_series(options.folder)
+
+
+if __name__ == "__main__":
+    main()
