@@ -142,7 +142,16 @@ def _serve(options: argparse.Namespace) -> None:
     asyncio.run(serve(_loader(options, {})))
 
 
+_ADDRESS_FLAGS = {
+    "--host": "it always listens on 127.0.0.1, and slotpin's own address is set with --host before the --",
+    "--port": "use --server-port before the --",
+}
+
+
 def _up(options: argparse.Namespace) -> None:
+    for flag, instead in _ADDRESS_FLAGS.items():
+        if any(argument.partition("=")[0] == flag for argument in options.server_args):
+            raise UserError(f"{flag} after --: slotpin has to know where llama-server listens; {instead}")
     load_first = _loader(options, {})
     load_first()  # a mistake in the configuration should not cost a build
     binary = options.binary or build_server(_build_options(options), _report).path

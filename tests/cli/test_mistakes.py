@@ -126,7 +126,10 @@ def test_an_address_of_another_machine(tmp_path: Path, host: str) -> None:
         (("serve", "--", "--parallel", "3"), "--parallel 3"),
         (("up", "--parallel", "0"), "argument --parallel: 0 is not 1 or more"),
         (("up", "--parallel", "two"), "argument --parallel: 'two' is not a whole number"),
-        (("up", "--server-port", "70000", "--binary", "/bin/false"), "argument --server-port: 70000 is not"),
+        (
+            ("up", "--server-port", "70000", "--binary", "/bin/false", "--model", "x"),
+            "argument --server-port: 70000 is not",
+        ),
     ],
 )
 def test_a_wrong_command_line(tmp_path: Path, words: tuple[str, ...], complaint: str) -> None:

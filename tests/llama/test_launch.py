@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from slotpin.errors import UserError
@@ -95,8 +96,12 @@ def test_it_dies_with_a_slotpin_that_was_killed(tmp_path: Path, guard: bool) -> 
 
 def listener(port: int) -> int:
     """The id of the process with `--port PORT`, found by its command line."""
-    found = subprocess.run(["pgrep", "-f", rf"^[^ ]*llama-server .*--port {port} "], capture_output=True, text=True)
-    (pid,) = map(int, found.stdout.split())
+    commands = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    (pid,) = (
+        pid
+        for pid, command in commands.items()
+        if command and Path(command[0]).name == "llama-server" and f"--port {port} " in " ".join(command)
+    )
     return pid
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 
 def start_python(code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -33,8 +34,6 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) ->
 def is_alive(pid: int) -> bool:
     """A zombie counts as dead: its memory and its sockets are gone."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
-    return bool(state.strip()) and not state.startswith("Z")
