@@ -150,7 +150,7 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: py
         await server.stop()
 
     asyncio.run(go())
-    assert not is_alive(int(pid_file.read_text()))
+    wait_until(lambda: not is_alive(int(pid_file.read_text())), "the server is gone")
 
 
 @pytest.mark.parametrize("guard", GUARDS)
