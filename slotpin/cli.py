@@ -9,11 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from slotpin import __version__
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError
-from slotpin.llama.build import BuildOptions, build_server
+from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, server_args
 from slotpin.llama.model import check_model, default_model
 from slotpin.service import serve, up
@@ -79,11 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         help="context of all slots together, in tokens (default: %(default)s)",
     )
     up_parser.add_argument(
-        "--server-port", type=int, metavar="PORT", help="llama-server's port (default: 8080, or a free one)"
+        "--server-port", type=_port, metavar="PORT", help="llama-server's port (default: 8080, or a free one)"
     )
 
     build_parser = _command(commands, "build", _build, "build llama-server into the cache folder and print its path")
     _add_build(build_parser)
+    build_parser.add_argument("--check", action="store_true", help="only see whether the patches apply")
 
     config_parser = commands.add_parser("config", help="check or show the configuration")
     config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -122,6 +124,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, metavar="DIR", help="your own llama.cpp checkout")
     parser.add_argument(
+        "--patches", default="all", metavar="NAMES", help="all, none, or names with commas between (default: all)"
+    )
+    parser.add_argument(
         "--cmake-arg",
         action="append",
         default=[],
@@ -132,16 +137,24 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
+    return _whole_number(text, 1, 2**31 - 1)
+
+
+def _port(text: str) -> int:
+    return _whole_number(text, 1, 65535)
+
+
+def _whole_number(text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    return int(text)
 
 
 def _serve(options: argparse.Namespace) -> None:
     asyncio.run(serve(_loader(options, {})))
 
 
+_SERVER_HOST = "127.0.0.1"
 _ADDRESS_FLAGS = {
     "--host": "it always listens on 127.0.0.1, and slotpin's own address is set with --host before the --",
     "--port": "use --server-port before the --",
@@ -152,26 +165,31 @@ def _up(options: argparse.Namespace) -> None:
     for flag, instead in _ADDRESS_FLAGS.items():
         if any(argument.partition("=")[0] == flag for argument in options.server_args):
             raise UserError(f"{flag} after --: slotpin has to know where llama-server listens; {instead}")
-    load_first = _loader(options, {})
-    load_first()  # a mistake in the configuration should not cost a build
+    # What costs nothing is checked before what takes minutes.
+    _loader(options, {})()
+    model = check_model(options.model) if options.model else None
+    port = options.server_port or free_port(_SERVER_HOST, 8080)
     binary = options.binary or build_server(_build_options(options), _report).path
-    model = check_model(options.model) if options.model else default_model(_report)
-    host = "127.0.0.1"
-    port = options.server_port or free_port(host, 8080)
+    model = model or default_model(_report)
     extra = ["--alias", model.stem, *options.server_args]
-    args = server_args(model, host, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=extra)
-    base_url = f"http://{host}:{port}/v1"
-    own = {"main.baseUrl": base_url, "compactor.baseUrl": base_url, "llamaCppSlots.enabled": "auto"}
+    args = server_args(model, _SERVER_HOST, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=extra)
+    base_url = f"http://{_SERVER_HOST}:{port}/v1"
+    forced = {"main.baseUrl": base_url, "compactor.baseUrl": base_url}
     _report(f"starting llama-server with {model.name}")
-    asyncio.run(up(_loader(options, own), binary, args, host, port))
+    load_settings = _loader(options, forced, unset={"llamaCppSlots.enabled": "auto"})
+    asyncio.run(up(load_settings, binary, args, _SERVER_HOST, port))
 
 
 def _build(options: argparse.Namespace) -> None:
+    if options.check:
+        series = check_patches(_build_options(options), _report)
+        print(f"{len(series.patches)} patches apply: {', '.join(series.names) or 'none'}")
+        return
     print(build_server(_build_options(options), _report).path)
 
 
 def _build_options(options: argparse.Namespace) -> BuildOptions:
-    return BuildOptions(options.source, tuple(options.cmake_arg), options.jobs)
+    return BuildOptions(options.source, options.patches, tuple(options.cmake_arg), options.jobs)
 
 
 def _config_check(options: argparse.Namespace) -> None:
@@ -193,9 +211,14 @@ def _config_show(options: argparse.Namespace) -> None:
     print("\n".join(describe(loaded)))
 
 
-def _loader(options: argparse.Namespace, own: Mapping[str, str]) -> Callable[[], Loaded]:
-    """Reads the configuration, again at each call. `own` values give way to what the user set by a flag."""
-    overrides = dict(own)
+def _loader(
+    options: argparse.Namespace, forced: Mapping[str, str], unset: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[], Loaded]:
+    """Reads the configuration, again at each call.
+
+    `forced` values stand above all but flags, `unset` ones below everything that the user has set.
+    """
+    overrides = dict(forced)
     flags = {
         "listen.host": options.host,
         "listen.port": options.port,
@@ -209,7 +232,13 @@ def _loader(options: argparse.Namespace, own: Mapping[str, str]) -> Callable[[],
             raise UserError(f"--set {assignment}: write KEY=VALUE, such as --set listen.port=8484")
         overrides[key] = value
     path = find_config(options.config, os.environ, Path.cwd())
-    return lambda: load(path, os.environ, overrides)
+
+    def load_now() -> Loaded:
+        loaded = load(path, os.environ, overrides)
+        missing = {key: value for key, value in unset.items() if loaded.origins[key] == "default"}
+        return load(path, os.environ, overrides | missing) if missing else loaded
+
+    return load_now
 
 
 def _report(line: str) -> None:

@@ -17,13 +17,12 @@ from slotpin.errors import UserError
 from slotpin.llama.cache import Report, cache_dir, locked, publish
 from slotpin.llama.guard import guarded
 from slotpin.llama.progress import Progress
-from slotpin.llama.source import Source, ensure_tree, find_source
+from slotpin.llama.series import Series, check, choose
+from slotpin.llama.source import Source, ensure_tree, file_names, find_source
+from slotpin.llama.tree import lay_out
 
 TARGET = "llama-server"
 NINJA = "Ninja"
-
-# Applied to a copy of the source, in this order. Their content is part of a build's key.
-PATCHES: tuple[Path, ...] = ()
 
 CMAKE_DEFAULTS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -45,9 +44,13 @@ COMPILER_PACKAGE = "build-essential"
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What to build. `source` None: the packaged source. `jobs` None: as many as there are cores."""
+    """What to build. `source` None: the packaged source. `jobs` None: as many as there are cores.
+
+    `patches` is `all`, `none` or names with commas between them (`series.choose`).
+    """
 
     source: Path | None = None
+    patches: str = "all"
     cmake_args: tuple[str, ...] = ()
     jobs: int | None = None
 
@@ -65,12 +68,15 @@ class BuiltServer:
 def build_server(options: BuildOptions, report: Report) -> BuiltServer:
     """The llama-server that `options` describe, from the cache or built now (many minutes, once).
 
-    Raises UserError: exit 2 for a wrong `source`, exit 1 for a failed download, a missing tool or a failed build.
+    Raises UserError: exit 2 for a wrong `source` or `patches`, exit 1 for a failed download, a patch that does not
+    apply, a missing tool or a failed build.
     """
     source = find_source(options.source)
-    cmake_options = (*CMAKE_DEFAULTS, *_build_info(source), *options.cmake_args)
+    series = choose(options.patches)
+    cmake_options = (*CMAKE_DEFAULTS, *options.cmake_args)
+    stamp = _stamp(source, series)
     compiler = compiler_identity(options.cmake_args)
-    key = server_key(source, PATCHES, cmake_options, compiler)
+    key = server_key(source, series, (*cmake_options, *stamp), compiler)
     folder = cache_dir() / "servers" / key
     if _is_published(folder):
         return BuiltServer(folder / TARGET, key, source.name, cached=True)
@@ -78,11 +84,11 @@ def build_server(options: BuildOptions, report: Report) -> BuiltServer:
         if not _is_published(folder):
             generator = _generator(options.cmake_args)
             build = _Build(
-                tree=ensure_tree(source, report),
+                tree=_tree(source, series, report),
                 objects=cache_dir() / "builds" / digest(source.objects, *cmake_options, compiler, generator),
                 log=cache_dir() / "logs" / f"build-{key}.log",
                 generator=generator,
-                cmake_options=cmake_options,
+                cmake_options=(*cmake_options, *stamp),
                 jobs=options.jobs or os.cpu_count() or 1,
             )
             build.run(report)
@@ -94,10 +100,27 @@ def build_server(options: BuildOptions, report: Report) -> BuiltServer:
     return BuiltServer(folder / TARGET, key, source.name, cached=False)
 
 
-def server_key(source: Source, patches: Sequence[Path], cmake_options: Sequence[str], compiler: str) -> str:
+def check_patches(options: BuildOptions, report: Report) -> Series:
+    """Apply the patches to the source without keeping anything. Raises UserError as `build_server` does."""
+    source = find_source(options.source)
+    series = choose(options.patches)
+    check(series, ensure_tree(source, report))
+    return series
+
+
+def server_key(source: Source, series: Series, cmake_options: Sequence[str], compiler: str) -> str:
     """Names a build's result: it changes with everything that the binary depends on."""
-    series = digest(*(patch.read_text(encoding="utf-8") for patch in patches))
-    return digest(source.key, series, *cmake_options, compiler)
+    return digest(source.key, series.digest, *cmake_options, compiler)
+
+
+def _tree(source: Source, series: Series, report: Report) -> Path:
+    """Where to build: all series of a source share one tree, and so their objects. A checkout itself stays as it is."""
+    pristine = ensure_tree(source, report)
+    if not source.owned and not series.patches:
+        return pristine
+    tree = cache_dir() / "trees" / digest(source.objects)
+    lay_out(series, pristine, file_names(source), tree, link=source.owned)
+    return tree
 
 
 def digest(*parts: str) -> str:
@@ -110,11 +133,16 @@ def _is_published(folder: Path) -> bool:
     return os.access(folder / TARGET, os.X_OK)
 
 
-def _build_info(source: Source) -> tuple[str, ...]:
-    """What `llama-server --version` shows. A checkout asks its own git; git knows nothing of ours."""
-    if not source.owned:
+def _stamp(source: Source, series: Series) -> tuple[str, ...]:
+    """What `llama-server --version` and `build_info` of `/props` show: the source, and the patches if there are any.
+
+    A plain checkout asks its own git.
+    """
+    if not source.owned and not series.patches:
         return ()
-    return ("-DLLAMA_BUILD_NUMBER=0", f"-DLLAMA_BUILD_COMMIT={source.name}")
+    name = source.name if source.owned else source.key[:12]
+    stamp = f"{name}+slotpin.{series.digest}" if series.patches else name
+    return ("-DLLAMA_BUILD_NUMBER=0", f"-DLLAMA_BUILD_COMMIT={stamp}")
 
 
 # --- the compiler ---------------------------------------------------------------------------------------------------

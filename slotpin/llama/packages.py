@@ -69,6 +69,7 @@ def _pip_download(package: Package, folder: Path, remedy: str) -> None:
 
 def _last_error(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
+    # "ERROR: Exception:" heads a traceback, whose last line tells more.
+    errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
     last = (errors or lines or ["pip said nothing"])[-1]
     return last.removeprefix("ERROR:").strip().rstrip(".")

@@ -1,4 +1,4 @@
-"""The patch series: which patches, what they are called, and a source tree with them applied."""
+"""The patch series: which patches there are, what they are called, and whether they apply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +34,12 @@ class Series:
         for patch in self.patches:
             content.update(patch.read_bytes())
         return content.hexdigest()[:12]
+
+    @cached_property
+    def touched(self) -> frozenset[str]:
+        """The files that the patches change, add or remove, relative to the top of the tree."""
+        text = "\n".join(patch.read_text(encoding="utf-8") for patch in self.patches)
+        return frozenset(re.findall(r"^diff --git a/\S+ b/(\S+)$", text, re.MULTILINE))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,29 +70,12 @@ def choose(text: str) -> Series:
 def check(series: Series, source: Path) -> None:
     """Apply without keeping anything. Raises UserError (exit 1) that names the patch, the file and the hunk."""
     with tempfile.TemporaryDirectory() as folder:
-        _apply(series, source, Path(folder))
+        apply(series, source, Path(folder))
 
 
-def lay_out(series: Series, source: Path, tree: Path) -> None:
-    """Make `tree` what `source` is with `series` applied, whatever was laid out there before.
-
-    Only files whose content changes are written, so that a build of `tree` is incremental. Nothing is touched when a
-    patch does not apply. Raises UserError as `check` does.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        patched = Path(folder)
-        _apply(series, source, patched)
-        touched = _touched(series.patches)
-        names = touched | _laid_out_before(tree)
-        _record(tree, names)  # before the first of them changes, so that a killed run can be put right
-        for name in sorted(names):
-            _put(patched / name if name in touched else source / name, tree / name)
-        _record(tree, touched)
-
-
-def _apply(series: Series, source: Path, folder: Path) -> None:
-    """Put the touched files into `folder`, patched."""
-    for name in _touched(series.patches):
+def apply(series: Series, source: Path, folder: Path) -> None:
+    """Put the touched files of `source` into `folder`, an empty one, patched. Raises UserError as `check` does."""
+    for name in series.touched:
         if (source / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
@@ -108,35 +96,3 @@ def _failure(stderr: str) -> str:
     if place:
         return f"{place[1]}, the hunk at line {place[2]}"
     return errors[0] if errors else "git apply failed"
-
-
-def _touched(patches: Sequence[Path]) -> set[str]:
-    """The files that patches change or add, relative to the top of the tree."""
-    text = "\n".join(patch.read_text(encoding="utf-8") for patch in patches)
-    return set(re.findall(r"^diff --git a/(?:\S+) b/(\S+)$", text, re.MULTILINE))
-
-
-# Where a tree keeps the names of the files that differ from its source.
-_RECORD = ".slotpin-patched"
-
-
-def _laid_out_before(tree: Path) -> set[str]:
-    try:
-        return set((tree / _RECORD).read_text(encoding="utf-8").splitlines())
-    except FileNotFoundError:
-        return set()
-
-
-def _record(tree: Path, names: set[str]) -> None:
-    (tree / _RECORD).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
-
-
-def _put(new: Path, target: Path) -> None:
-    """Replace `target` by the content of `new`; by a new file, because the old one may be a link to the source's."""
-    if not new.exists():
-        target.unlink(missing_ok=True)
-    elif not target.exists() or target.read_bytes() != new.read_bytes():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = target.with_name(f".{target.name}.new")
-        shutil.copyfile(new, staging)
-        staging.replace(target)

@@ -55,6 +55,19 @@ def ensure_tree(source: Source, report: Report) -> Path:
     return source.tree
 
 
+def file_names(source: Source) -> list[str]:
+    """The files of `source.tree`, relative to its top; of a git checkout those that git tracks or does not ignore."""
+    if not source.owned:
+        try:
+            listed = _git(source.tree, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+        except (OSError, subprocess.CalledProcessError):
+            pass
+        else:
+            names = {os.fsdecode(name) for name in listed.split(b"\0") if name}
+            return sorted(name for name in names if os.path.lexists(source.tree / name))
+    return [path.relative_to(source.tree).as_posix() for path in _walk(source.tree)]
+
+
 def _packaged() -> Source:
     name = f"{SDIST.name}-{SDIST.version}"
     tree = cache_dir() / "sources" / f"{name}-{SDIST.sha256[:12]}"
@@ -124,12 +137,16 @@ def _git(tree: Path, *arguments: str) -> bytes:
 def tree_digest(tree: Path) -> str:
     """Digest of all files' paths and contents under `tree`, `.git` left out."""
     digest = hashlib.sha256()
+    for path in _walk(tree):
+        _add_file(digest, os.fsencode(path.relative_to(tree)), path)
+    return digest.hexdigest()
+
+
+def _walk(tree: Path) -> Iterator[Path]:
+    """All files under `tree`, always in the same order, `.git` left out."""
     for folder, folders, files in os.walk(tree):
         folders[:] = sorted(name for name in folders if name != ".git")
-        for name in sorted(files):
-            path = Path(folder, name)
-            _add_file(digest, os.fsencode(path.relative_to(tree)), path)
-    return digest.hexdigest()
+        yield from (Path(folder, name) for name in sorted(files))
 
 
 def _add_file(digest: hashlib._Hash, name: bytes, path: Path) -> None:

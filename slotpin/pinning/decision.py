@@ -97,6 +97,8 @@ def decide_compactor(
     assert isinstance(probed, Topology)
     if flaw := _flaw(candidates, settings.generation, probed.ids, slots.compactor):
         return _refuse(flaw)
+    if not request.route_pins:
+        return _refuse(Reason.ROUTE_IGNORES_SLOT)
     match request.client_id:
         case Unpredictable():
             return _refuse(Reason.EXPLICIT_UNPREDICTABLE)
@@ -120,6 +122,8 @@ def _main_by_topology(settings: PinSettings, probed: Probed | None, request: Req
     if isinstance(slots, Decision):
         return slots
     assert isinstance(probed, Topology)
+    if not request.route_pins:
+        return _unsafe(Reason.ROUTE_IGNORES_SLOT)
     match request.client_id:
         case Unpredictable():
             return _unsafe(Reason.EXPLICIT_UNPREDICTABLE)

@@ -21,6 +21,7 @@ class Reason(enum.StrEnum):
     IDS_COLLIDE = "ids_collide"
     EXPLICIT_CONFLICT = "explicit_conflict"
     EXPLICIT_UNPREDICTABLE = "explicit_unpredictable"
+    ROUTE_IGNORES_SLOT = "route_ignores_slot"
     NO_BINDING = "no_binding"
     SETTINGS_CHANGED = "settings_changed"
     TOPOLOGY_CHANGED = "topology_changed"
@@ -42,7 +43,7 @@ class Explanation:
 EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.PROBE_FAILED: Explanation(
         "llama-server did not list its slots",
-        "check that it runs with --slots and that compactor.apiKey is its API key",
+        "check compactor.baseUrl, compactor.apiKey, and that it runs with --slots",
         passes=True,
     ),
     Reason.TOPOLOGY_INVALID: Explanation(
@@ -68,6 +69,11 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.EXPLICIT_UNPREDICTABLE: Explanation(
         "the client's own id_slot lets the server choose any slot",
         "send a whole number from 0, or leave id_slot out",
+        passes=False,
+    ),
+    Reason.ROUTE_IGNORES_SLOT: Explanation(
+        "this llama-server ignores id_slot on the Anthropic route, so the request runs on any slot",
+        "use the OpenAI routes",
         passes=False,
     ),
     Reason.NO_BINDING: Explanation(

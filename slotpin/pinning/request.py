@@ -36,13 +36,15 @@ class Request:
     """What a decision and the splice read of a request.
 
     `client_id` is its own `id_slot`. A null member counts as missing, as it does for the server: `has_cache_prompt` is
-    False then. `nulls` names those of our two members that stand there as null.
+    False then. `nulls` names those of our two members that stand there as null. `route_pins`: the server heeds
+    `id_slot` on this route.
     """
 
     client_id: ClientId = ABSENT
     has_cache_prompt: bool = False
     keeps_cache: bool = True
     nulls: frozenset[str] = frozenset()
+    route_pins: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Found:
 
 
 async def discover(probe: Probe, target: Target) -> Found:
-    return Found(await probe.topology(target), await _model(target))
+    return Found(*await asyncio.gather(probe.topology(target), _model(target)))
 
 
 async def _model(target: Target) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slotpin.pinning.bindings import Binding
@@ -12,7 +12,7 @@ from slotpin.pinning.conversations import named_conversation
 from slotpin.pinning.decision import Action, Decision, Probed, decide_compactor, decide_main, let_pass
 from slotpin.pinning.message_end import MessageEndScanner, Shape
 from slotpin.pinning.reasons import Reason, explain
-from slotpin.pinning.request import Body, Opening, read_body, read_opening
+from slotpin.pinning.request import Body, Opening, Request, read_body, read_opening
 from slotpin.pinning.roles import Classified, OnUnsafe, Role, classify
 from slotpin.pinning.route import Route, read_route
 from slotpin.pinning.splice import splice
@@ -84,7 +84,8 @@ class Exchange:
         probed = None
         if self._running.pin.needs_topology:
             probed = await self._state.probe.topology(self._running.probe_target)
-        decision = self._decide(classified, body, probed)
+        request = replace(body.request, route_pins=route.shape is not Shape.ANTHROPIC)
+        decision = self._decide(classified, request, probed)
         return _Plan(classified, decision, _rewritten(raw, body, decision), body.completions, probed)
 
     def _classify(self, route: Route, body: Body) -> Classified:
@@ -97,16 +98,16 @@ class Exchange:
             lambda: read_opening(body),
         )
 
-    def _decide(self, classified: Classified, body: Body, probed: Probed | None) -> Decision:
+    def _decide(self, classified: Classified, request: Request, probed: Probed | None) -> Decision:
         """Decide, and bind a main request's decision to it."""
         bindings, pin = self._state.bindings, self._running.pin
         conversation = named_conversation(self._incoming.head.get)
         if classified.role is Role.MAIN:
-            decision = decide_main(pin, probed, body.request)
+            decision = decide_main(pin, probed, request)
             slot_ids = probed.ids if isinstance(probed, Topology) else None
             bindings.open(Binding(self.id, conversation, decision, pin.generation, slot_ids))
             return decision
-        decision = decide_compactor(pin, probed, body.request, bindings.candidates(conversation))
+        decision = decide_compactor(pin, probed, request, bindings.candidates(conversation))
         if decision.action is Action.REFUSE and classified.on_unsafe is OnUnsafe.PASS:
             return let_pass(decision)
         return decision

@@ -96,7 +96,9 @@ class Probe:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Unverified(Reason.PROBE_FAILED, _unreachable(error))
         if answer.status != 200:
-            return Unverified(Reason.PROBE_FAILED, _STATUS.get(answer.status, f"/slots answered {answer.status}"))
+            return Unverified(
+                Reason.PROBE_FAILED, _STATUS.get(answer.status, f"/slots answered with HTTP{answer.status}")
+            )
         try:
             return parse_topology(body)
         except TopologyError as error:

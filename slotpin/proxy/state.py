@@ -77,7 +77,8 @@ class State:
     def pool(self, address: Address) -> UpstreamPool:
         pool = self._pools.get(address)
         if pool is None:
-            pool = UpstreamPool(address, self.running.settings.timeouts.connect_seconds)
+            seconds = self.running.settings.timeouts.connect_seconds
+            pool = UpstreamPool(address, seconds, lambda: self.probe.forget(self.running.probe_target))
             self._pools[address] = pool
         return pool
 

@@ -199,10 +199,14 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class UpstreamPool:
-    """Kept connections to one server. `acquire` and `release` are the whole life of a use."""
+    """Kept connections to one server. `acquire` and `release` are the whole life of a use.
 
-    def __init__(self, address: Address, connect_seconds: float) -> None:
+    `on_restart` is called when the server closes a connection that it should have kept: it may be another process soon.
+    """
+
+    def __init__(self, address: Address, connect_seconds: float, on_restart: Callable[[], None]) -> None:
         self.address = address
+        self._on_restart = on_restart
         self.connect_seconds = connect_seconds
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
@@ -259,6 +263,7 @@ class UpstreamPool:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+            self._on_restart()
 
     def _expire(self) -> None:
         loop = asyncio.get_running_loop()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.program import assert_lines, run
+from tests.support.program import assert_lines, run
 
 SECRET = "sk-very-secret"
 

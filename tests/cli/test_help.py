@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slotpin import __version__
-from tests.cli.program import run
+from tests.support.program import run
 
 COMMANDS = [(), ("serve",), ("up",), ("build",), ("config",), ("config", "check"), ("config", "show")]
 

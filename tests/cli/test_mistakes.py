@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.program import assert_lines, run
+from tests.support.program import assert_lines, run
 
 
 def config(folder: Path, content: object, name: str = "slotpin.json") -> str:
@@ -124,11 +124,11 @@ def test_an_address_of_another_machine(tmp_path: Path, host: str) -> None:
         (("config",), "the following arguments are required: COMMAND"),
         (("serve", "--prot", "1"), "unrecognized arguments: --prot 1"),
         (("serve", "--", "--parallel", "3"), "--parallel 3"),
-        (("up", "--parallel", "0"), "argument --parallel: 0 is not 1 or more"),
+        (("up", "--parallel", "0"), "argument --parallel: '0' is not a whole number from 1"),
         (("up", "--parallel", "two"), "argument --parallel: 'two' is not a whole number"),
         (
             ("up", "--server-port", "70000", "--binary", "/bin/false", "--model", "x"),
-            "argument --server-port: 70000 is not",
+            "argument --server-port: '70000' is not a whole number from 1 to 65535",
         ),
     ],
 )

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from slotpin import __version__
-from tests.cli.program import Program
 from tests.support.processes import wait_until
+from tests.support.program import Program
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 

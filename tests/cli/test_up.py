@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cli.program import Program, assert_lines, children, run
 from tests.support.llama import server_binary
 from tests.support.processes import is_alive, wait_until
+from tests.support.program import Program, assert_lines, children, run
 from tests.support.tiny_model import full_attention
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}

@@ -13,6 +13,7 @@ import pytest
 
 from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, compiler_identity, server_key, telling_error
+from slotpin.llama.series import Series
 from slotpin.llama.source import find_source, tree_digest
 from tests.support.llama import server_binary
 from tests.support.processes import is_alive, start_python, wait_until
@@ -193,19 +194,19 @@ def test_the_key_changes_with_each_input(checkout: Path, tmp_path: Path) -> None
     changed.write_text("changed")
     source = find_source(checkout)
     keys = [
-        server_key(source, (), ("-DA=1",), "gcc"),
-        server_key(dataclasses.replace(source, key="other"), (), ("-DA=1",), "gcc"),
-        server_key(source, (patch,), ("-DA=1",), "gcc"),
-        server_key(source, (changed,), ("-DA=1",), "gcc"),
-        server_key(source, (patch, changed), ("-DA=1",), "gcc"),
-        server_key(source, (changed, patch), ("-DA=1",), "gcc"),
-        server_key(source, (), ("-DA=2",), "gcc"),
-        server_key(source, (), ("-DA=1", "-DB=1"), "gcc"),
-        server_key(source, (), (), "-DA=1gcc"),
-        server_key(source, (), ("-DA=1",), "clang"),
+        server_key(source, Series(), ("-DA=1",), "gcc"),
+        server_key(dataclasses.replace(source, key="other"), Series(), ("-DA=1",), "gcc"),
+        server_key(source, Series((patch,)), ("-DA=1",), "gcc"),
+        server_key(source, Series((changed,)), ("-DA=1",), "gcc"),
+        server_key(source, Series((patch, changed)), ("-DA=1",), "gcc"),
+        server_key(source, Series((changed, patch)), ("-DA=1",), "gcc"),
+        server_key(source, Series(), ("-DA=2",), "gcc"),
+        server_key(source, Series(), ("-DA=1", "-DB=1"), "gcc"),
+        server_key(source, Series(), (), "-DA=1gcc"),
+        server_key(source, Series(), ("-DA=1",), "clang"),
     ]
     assert len(set(keys)) == len(keys)
-    assert keys[0] == server_key(source, (), ("-DA=1",), "gcc")
+    assert keys[0] == server_key(source, Series(), ("-DA=1",), "gcc")
 
 
 @pytest.mark.parametrize("variable", ["CC", "CXX"])

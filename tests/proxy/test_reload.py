@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.cli.program import Program
+from tests.support.program import Program
 from tests.support.proxy import Client, Response, on_loop, request, running_proxy, settings_for, until
 from tests.support.stub_upstream import (
     DONE,

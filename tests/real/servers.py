@@ -14,10 +14,10 @@ from typing import Any
 
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer, free_port, server_args
-from tests.cli.program import Program
 from tests.real.client import Answer, fetch
 from tests.support.llama import HOST, server_binary
 from tests.support.processes import wait_until
+from tests.support.program import Program
 from tests.support.tiny_model import full_attention
 
 SELECTED = re.compile(r"id +(\d+) \| task -?\d+ \| selected slot by (.+?)(?: \(|,|$)", re.MULTILINE)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from tests.support.processes import wait_until
 
 TOP = Path(__file__).parents[2]
@@ -116,6 +118,9 @@ def assert_lines(stderr: str, *beginnings: str) -> None:
 
 def children(pid: int) -> Sequence[int]:
     """Ids of the processes that `pid` has started and that run still."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    return [int(child) for child, parent, state in rows if int(parent) == pid and not state.startswith("Z")]
+    try:
+        found = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        # What a dead parent left behind has another parent now; nothing is left to find it by.
+        return []
+    return [child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE]
