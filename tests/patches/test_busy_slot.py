@@ -11,7 +11,7 @@ from tests.patches import patched_binary, stock_binary
 from tests.patches.client import Answer, Client, ServerError, completion, llama_server, prompt, run, until
 from tests.support.tiny_model import full_attention, sliding_window
 
-LONG, SHORT = 400, 8
+LONG, SHORT = 1000, 8
 FLAGS = ("--metrics", "--ctx-size", "8192")
 
 
@@ -53,7 +53,7 @@ async def both_right(binary: Path, model: Path, rounds: int) -> list[bool]:
 def test_both_answers_are_those_of_runs_alone(model: object) -> None:
     async def proof() -> None:
         assert callable(model)
-        assert await both_right(patched_binary(), model(), rounds=8) == [True] * 8
+        assert await both_right(patched_binary(), model(), rounds=5) == [True] * 5
 
     run(proof())
 

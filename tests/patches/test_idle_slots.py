@@ -92,18 +92,6 @@ def test_without_room_requests_succeed_and_are_right(model: object, flags: tuple
     run(proof())
 
 
-def test_one_token_batches_make_room_too() -> None:
-    """With a batch size of one the server gave up before it looked for idle slots."""
-
-    async def proof() -> None:
-        async with llama_server(patched_binary(), full_attention(), *CLEARING, *pool(1024), "-b", "1") as client:
-            for slot in range(4):
-                answer = await client.complete(prompt(slot, 400), slot)
-                assert answer.prompt_n == 400
-
-    run(proof())
-
-
 def test_a_restored_slot_finds_room(tmp_path: Path) -> None:
     async def proof() -> None:
         flags = (*CLEARING, *pool(2560), "--slot-save-path", f"{tmp_path}/")

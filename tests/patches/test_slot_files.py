@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.patches import patched_binary, stock_binary
-from tests.patches.client import Client, ServerError, llama_server, prompt, run
+from tests.patches.client import Answer, Client, ServerError, llama_server, prompt, run
 from tests.support.tiny_model import FULL, Shape, full_attention, sliding_window, tiny_model
 
 LENGTH = 40
 ANSWER = 4
+CHECKSUM = 16  # bytes at the end of a slot file
 OTHER_MODEL = Shape(arch=FULL.arch, layers=FULL.layers + 1)
 MODELS = [full_attention, sliding_window]
 LAYOUTS = [("--kv-unified",), ("--no-kv-unified",), ("--flash-attn", "off")]
@@ -44,17 +45,26 @@ async def restore(client: Client, folder: Path, slot: int, data: bytes) -> bool:
     return True
 
 
-async def assert_unchanged(client: Client) -> None:
-    assert await client.slot_tokens() == [LENGTH + ANSWER - 1, 0]
-    # A prefix of what the slot holds; nothing but the last token is evaluated.
+async def next_answer(client: Client) -> Answer:
+    """The next answer in slot 0; all is re-used, with a sliding window up to the last checkpoint."""
     answer = await client.complete(prompt(1, LENGTH), 0, ANSWER)
-    assert (answer.cache_n, answer.prompt_n) == (LENGTH - 1, 1)
+    assert answer.prompt_n <= 5
+    return answer
+
+
+async def assert_unchanged(client: Client, expected: Answer) -> None:
+    assert await client.slot_tokens() == [LENGTH + ANSWER - 1, 0]
+    assert await next_answer(client) == expected
 
 
 def truncated(good: bytes) -> Iterator[bytes]:
-    """In all of the header and the cells' positions, then now and then; and a file that is too long."""
+    """In all of the header and the cells' positions, then now and then; and a file that is too long.
+
+    Cut off before the checksum it would be a complete file of an older server.
+    """
     for length in [*range(0, 800, 3), *range(800, len(good), len(good) // 50), len(good) - 1]:
-        yield good[:length]
+        if length != len(good) - CHECKSUM:
+            yield good[:length]
     yield good + b"\0"
 
 
@@ -65,10 +75,11 @@ def test_a_file_of_the_wrong_length_changes_nothing(
 ) -> None:
     async def proof() -> None:
         async with two_slots(patched_binary(), model(), tmp_path, *flags) as client:
+            expected = await next_answer(client)
             for data in truncated((tmp_path / "good").read_bytes()):
                 for slot in (0, 1):
                     assert not await restore(client, tmp_path, slot, data), f"{len(data)} bytes, slot {slot}"
-            await assert_unchanged(client)
+            await assert_unchanged(client, expected)
 
     run(proof())
 
@@ -76,9 +87,10 @@ def test_a_file_of_the_wrong_length_changes_nothing(
 def test_a_missing_file_changes_nothing(tmp_path: Path) -> None:
     async def proof() -> None:
         async with two_slots(patched_binary(), full_attention(), tmp_path) as client:
+            expected = await next_answer(client)
             with pytest.raises(ServerError, match="Unable to restore slot"):
                 await client.slot_action(0, "restore", "nowhere")
-            await assert_unchanged(client)
+            await assert_unchanged(client, expected)
 
     run(proof())
 
@@ -88,42 +100,75 @@ def test_a_file_of_another_model_changes_nothing(tmp_path: Path) -> None:
         async with two_slots(patched_binary(), tiny_model(OTHER_MODEL), tmp_path):
             foreign = (tmp_path / "good").read_bytes()
         async with two_slots(patched_binary(), full_attention(), tmp_path) as client:
+            expected = await next_answer(client)
             assert not await restore(client, tmp_path, 0, foreign)
-            await assert_unchanged(client)
+            await assert_unchanged(client, expected)
 
     run(proof())
 
 
-def words_of_structure(good: bytes) -> range:
-    """Offsets of the 32-bit words before the cells' contents: header, tokens, counts and positions."""
-    payload = struct.unpack_from("=I", good, 8)[0]
-    cells = 3 * 4 * (LENGTH + ANSWER - 1)
-    return range(0, 12 + 4 * payload + 8 + cells, 4)
+def damaged(good: bytes, source: random.Random) -> bytes:
+    """One to four 32-bit words are other ones; mostly early in the file, where everything but the numbers is."""
+    data = bytearray(good)
+    for _ in range(source.choice((1, 1, 4))):
+        offset = 4 * source.randrange(source.choice((60, 200, len(good) // 4)))
+        value = source.choice((0, 1, 2, 0x7FFFFFFF, 0xFFFFFFFF, source.getrandbits(32)))
+        struct.pack_into("=I", data, offset, value)
+    return bytes(data)
+
+
+def state(data: bytes) -> bytes:
+    """What follows the tokens (llama_context::state_seq_save_file)."""
+    return data[12 + 4 * struct.unpack_from("=I", data, 8)[0] :]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("seed", range(4))
-def test_random_damage_never_ends_the_server(model: Callable[[], Path], seed: int, tmp_path: Path) -> None:
-    """Damage that leaves a well-formed file (another token, another number) can't be noticed: there is no checksum."""
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_file_is_refused_or_harmless(model: Callable[[], Path], seed: int, tmp_path: Path) -> None:
+    """A wrong token is harmless: the prompt that comes has another one there, and nothing behind it is re-used."""
 
     async def proof() -> None:
         source = random.Random(seed)
         async with two_slots(patched_binary(), model(), tmp_path) as client:
             good = (tmp_path / "good").read_bytes()
-            for _ in range(60):
-                data = bytearray(good)
-                for _ in range(source.choice((1, 1, 4))):
-                    offset = source.choice(words_of_structure(good))
-                    value = source.choice((0, 1, 2, 0x7FFFFFFF, 0xFFFFFFFF, source.getrandbits(32)))
-                    struct.pack_into("=I", data, offset, value)
-                if await restore(client, tmp_path, 0, bytes(data)):
-                    # Use what was restored, then have the old conversation back.
-                    await client.complete(prompt(0, LENGTH), 0, ANSWER)
-                    await client.complete(prompt(1, LENGTH), 0, ANSWER, cache_prompt=False)
+            right = (await client.complete(prompt(0, LENGTH), 1, ANSWER, cache_prompt=False)).tokens
+            await client.post("/slots/1?action=erase", {})
+            expected = await next_answer(client)
+            for _ in range(100):
+                data = damaged(good, source)
+                if await restore(client, tmp_path, 0, data):
+                    assert state(data) == state(good)
+                    assert (await client.complete(prompt(0, LENGTH), 0, ANSWER)).tokens == right
+                    await client.complete(prompt(1, LENGTH), 0, ANSWER)
+                    expected = await next_answer(client)
                 else:
-                    await assert_unchanged(client)
-            assert client.alive()
+                    await assert_unchanged(client, expected)
             await client.slot_action(1, "restore", "good")
+            assert (await client.complete(prompt(0, LENGTH), 1, ANSWER)).tokens == right
+
+    run(proof())
+
+
+def test_a_file_without_checksum_is_accepted(tmp_path: Path) -> None:
+    """As a server without the patch writes it."""
+
+    async def proof() -> None:
+        async with two_slots(stock_binary(), full_attention(), tmp_path):
+            older = (tmp_path / "good").read_bytes()
+        async with two_slots(patched_binary(), full_attention(), tmp_path) as client:
+            assert len((tmp_path / "good").read_bytes()) > len(older)
+            assert await restore(client, tmp_path, 1, older)
+            assert (await client.complete(prompt(0, LENGTH), 1, ANSWER)).cache_n == LENGTH - 1
+
+    run(proof())
+
+
+def test_stock_server_reads_a_file_with_checksum(tmp_path: Path) -> None:
+    async def proof() -> None:
+        async with two_slots(patched_binary(), full_attention(), tmp_path):
+            newer = (tmp_path / "good").read_bytes()
+        async with two_slots(stock_binary(), full_attention(), tmp_path) as client:
+            assert await restore(client, tmp_path, 1, newer)
             assert (await client.complete(prompt(0, LENGTH), 1, ANSWER)).cache_n == LENGTH - 1
 
     run(proof())

@@ -27,7 +27,7 @@ ODD_JSON = (
     b'"t":"\\ud83d\\ude00 \xc3\xa9 \\/","t":null, "messages":[{"role":"user","content":"hi"}]}\n '
 )
 ODD_BYTES = bytes(range(256)) * 3
-GENERATING = ["/chat/completions", "/completions", "/completion", "/infill", "/responses", "/messages"]
+GENERATING = ["/chat/completions", "/completions", "/completion", "/infill", "/responses"]
 INSERTED = {"main": b'"id_slot":0,"cache_prompt":true,', "compactor": b'"id_slot":1,"cache_prompt":true,'}
 FRAMES = [
     b'data: {"x":"\xc3',
@@ -93,6 +93,23 @@ async def test_generating_endpoints(path: str, v1: str, base_path: str) -> None:
                     assert got.target == f"{base_path}{v1}{path}?q=%20&q=1".encode()
                     assert without_inserted(got.body, role) == ODD_JSON
         assert all(probe.target == f"{base_path}/slots".encode() for probe in stub.probes)
+
+
+@pytest.mark.parametrize("base_path", ["", "/llm"])
+@pytest.mark.parametrize("path", ["/messages", "/v1/messages"])
+@on_loop
+async def test_messages_goes_through_as_it_came(path: str, base_path: str) -> None:
+    """llama-server ignores id_slot on this route, so nothing is put in, and no slot is claimed."""
+    async with stub_upstream(odd_answer, base_path=base_path) as stub, running_proxy(settings_for(stub)) as running:
+        for script, body in ((odd_answer, ODD_BYTES), (odd_stream, b"".join(FRAMES))):
+            stub.script = script
+            response = await running.fetch(f"{path}?q=%20&q=1", ODD_JSON)
+            assert (response.status, response.body) == (200, body)
+            assert response.get(b"X-Slotpin-Reason") == b"route_ignores_slot"
+            assert response.get(b"X-Slotpin-Slot") is None
+            assert (response.get(b"X-Slotpin-Warning") or b"").startswith(b"route_ignores_slot: ")
+            assert stub.requests[-1].target == f"{base_path}{path}?q=%20&q=1".encode()
+            assert stub.requests[-1].body == ODD_JSON
 
 
 @pytest.mark.parametrize(
