@@ -28,7 +28,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """At least an empty tuple of slots with distinct ids, in the server's order."""
+    """Slots with distinct ids, in the server's order."""
 
     slots: tuple[Slot, ...]
 

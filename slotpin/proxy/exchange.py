@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from slotpin.llama.series import choose
 from slotpin.pinning.bindings import Binding
 from slotpin.pinning.conversations import named_conversation
 from slotpin.pinning.decision import Action, Decision, Probed, decide_compactor, decide_main, let_pass
@@ -84,7 +85,9 @@ class Exchange:
         probed = None
         if self._running.pin.needs_topology:
             probed = await self._state.probe.topology(self._running.probe_target)
-        request = replace(body.request, route_pins=route.shape is not Shape.ANTHROPIC)
+        request = body.request
+        if route.shape is Shape.ANTHROPIC:
+            request = replace(request, route_pins=await self._server_is_patched(probed))
         decision = self._decide(classified, request, probed)
         return _Plan(classified, decision, _rewritten(raw, body, decision), body.completions, probed)
 
@@ -97,6 +100,13 @@ class Exchange:
             self._api_key(),
             lambda: read_opening(body),
         )
+
+    async def _server_is_patched(self, probed: Probed | None) -> bool:
+        """Whether the server has all of slotpin's patches; one of them makes the Anthropic route heed `id_slot`."""
+        if not isinstance(probed, Topology):
+            return False
+        build = await self._state.probe.build(self._running.probe_target)
+        return bool(_PATCHES) and build.endswith(f"+slotpin.{_PATCHES}")
 
     def _decide(self, classified: Classified, request: Request, probed: Probed | None) -> Decision:
         """Decide, and bind a main request's decision to it."""
@@ -252,6 +262,8 @@ class Exchange:
         return None
 
 
+# Of all patches, as `slotpin build` applies them if nothing else is asked for.
+_PATCHES = choose("all").digest
 _ROLES: dict[bytes, Role] = {role.encode(): role for role in Role}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 from cachetools import LRUCache, TTLCache
 
 from slotpin.pinning.decision import Probed, Unverified
@@ -36,6 +37,7 @@ class Probe:
         self._session: aiohttp.ClientSession | None = None
         self._verified: TTLCache[Target, tuple[Topology, float]] = TTLCache(64, CACHE_SECONDS, timer=clock)
         self._latest: LRUCache[Target, tuple[Topology, float]] = LRUCache(64)
+        self._builds: LRUCache[Target, str] = LRUCache(64)
         self._running: dict[Target, asyncio.Task[Probed]] = {}
         self.asked = 0
         self.failed = 0
@@ -52,6 +54,19 @@ class Probe:
         # One waiter that leaves must not take the answer from the others.
         return await asyncio.shield(task)
 
+    async def build(self, target: Target) -> str:
+        """`build_info` of `/props`, asked once until the server may be another process; empty where it isn't said."""
+        if (known := self._builds.get(target)) is not None:
+            return known
+        try:
+            async with asyncio.timeout(self._seconds):
+                status, body = await self._fetch(target, "/props")
+            build = msgspec.json.decode(body, type=_Props).build_info if status == 200 else ""
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            build = ""
+        self._builds[target] = build
+        return build
+
     def latest(self, target: Target) -> tuple[Topology, float] | None:
         """The last verified topology, however old, and its age in seconds: for people, not for decisions."""
         kept = self._latest.get(target)
@@ -60,6 +75,7 @@ class Probe:
     def forget(self, target: Target) -> None:
         """The server broke off: it may come back with other slots."""
         self._verified.pop(target, None)
+        self._builds.pop(target, None)
 
     async def close(self) -> None:
         for task in list(self._running.values()):
@@ -77,32 +93,36 @@ class Probe:
         return probed
 
     async def _get(self, target: Target) -> Probed:
+        try:
+            async with asyncio.timeout(self._seconds):
+                status, body = await self._fetch(target, "/slots")
+        except TimeoutError:
+            return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Unverified(Reason.PROBE_FAILED, _unreachable(error))
+        if status != 200:
+            return Unverified(Reason.PROBE_FAILED, _STATUS.get(status, f"/slots answered with HTTP{status}"))
+        try:
+            return parse_topology(body)
+        except TopologyError as error:
+            return Unverified(Reason.TOPOLOGY_INVALID, str(error))
+
+    async def _fetch(self, target: Target, path: str) -> tuple[int, bytes]:
         if self._session is None:
             # A connection of its own each time: probes are seldom, and a stale one would cost a false failure.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(force_close=True), cookie_jar=aiohttp.DummyCookieJar()
             )
         headers = {"Authorization": f"Bearer {target.api_key}"}
-        try:
-            async with asyncio.timeout(self._seconds):
-                async with self._session.get(
-                    f"{target.root_url}/slots", headers=headers, allow_redirects=False
-                ) as answer:
-                    body = await answer.content.read(MAX_BODY_BYTES)
-                    while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
-                        body += more
-        except TimeoutError:
-            return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Unverified(Reason.PROBE_FAILED, _unreachable(error))
-        if answer.status != 200:
-            return Unverified(
-                Reason.PROBE_FAILED, _STATUS.get(answer.status, f"/slots answered with HTTP{answer.status}")
-            )
-        try:
-            return parse_topology(body)
-        except TopologyError as error:
-            return Unverified(Reason.TOPOLOGY_INVALID, str(error))
+        async with self._session.get(f"{target.root_url}{path}", headers=headers, allow_redirects=False) as answer:
+            body = b""
+            while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
+                body += more
+            return answer.status, body
+
+
+class _Props(msgspec.Struct):
+    build_info: str = ""
 
 
 # What llama-server means by them (tools/server/server-http.cpp, server-context.cpp).
