@@ -15,7 +15,7 @@ from slotpin import __version__
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, check_patches
-from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, server_args
+from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
 from slotpin.service import serve, up
 
@@ -169,15 +169,21 @@ def _up(options: argparse.Namespace) -> None:
     _loader(options, {})()
     model = check_model(options.model) if options.model else None
     port = options.server_port or free_port(_SERVER_HOST, 8080)
-    binary = options.binary or build_server(_build_options(options), _report).path
+    binary = _own_binary(options.binary) if options.binary else build_server(_build_options(options), _report).path
     model = model or default_model(_report)
-    extra = ["--alias", model.stem, *options.server_args]
+    extra = ["--alias", model.stem, *lazy_kv_args(binary), *options.server_args]
     args = server_args(model, _SERVER_HOST, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=extra)
     base_url = f"http://{_SERVER_HOST}:{port}/v1"
     forced = {"main.baseUrl": base_url, "compactor.baseUrl": base_url}
     _report(f"starting llama-server with {model.name}")
     load_settings = _loader(options, forced, unset={"llamaCppSlots.enabled": "auto"})
     asyncio.run(up(load_settings, binary, args, _SERVER_HOST, port))
+
+
+def _own_binary(path: Path) -> Path:
+    if not os.access(path, os.X_OK) or path.is_dir():
+        raise UserError(f"--binary {path}: not a program; give the path of a llama-server")
+    return path.absolute()
 
 
 def _build(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
     python tools/llama_patches.py tree DIR     a git repository in DIR: the packaged source, then one commit a patch
     python tools/llama_patches.py write DIR    the commits of DIR after the first one, written back as the series
 
-A patch is called after the last line of its commit message, `Patch: busy-slot`.
+A patch keeps the file name that it has in the series; a new one is called after its subject.
 """
 
 from __future__ import annotations
@@ -43,18 +43,24 @@ def write_series(tree: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         form = ("--zero-commit", "--no-signature", "--no-numbered", "--unified=2", "--output-directory", folder)
         git(tree, "format-patch", *form, f"{first}..HEAD")
-        written = {_file_name(patch): patch.read_text(encoding="utf-8") for patch in sorted(Path(folder).iterdir())}
-    for patch in FOLDER.glob("*.patch"):
+        names = {subject(patch): patch_name(patch) for patch in choose("all").patches}
+        written = {}
+        for patch in sorted(Path(folder).iterdir()):
+            name = names.get(subject(patch), patch_name(patch))
+            written[f"{patch.name[:4]}-{name}.patch"] = patch.read_text(encoding="utf-8")
+    for patch in choose("all").patches:
         patch.unlink()
     for name, text in written.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
 
 
-def _file_name(patch: Path) -> str:
-    named = re.search(r"^Patch: ([a-z0-9-]+)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
-    name = named[1] if named else patch_name(patch)
-    return f"{patch.name[:4]}-{name}.patch"
+def subject(patch: Path) -> str:
+    """The first line of the commit message; git folds a long one."""
+    found = re.search(r"^Subject: \[PATCH\] (.+(?:\n .+)*)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"{patch} is not in git's format-patch form")
+    return " ".join(found[1].split())
 
 
 def main() -> None:

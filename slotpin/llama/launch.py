@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ import aiohttp
 from slotpin.errors import UserError
 from slotpin.llama.guard import guarded, tied
 
-DEFAULT_PARALLEL = 2
+DEFAULT_PARALLEL = 4
 DEFAULT_CTX_SIZE = 32768
+# Cells of the KV cache that have memory from the start, where the server can let the rest follow its use.
+INITIAL_CTX = 4096
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0
 
@@ -42,6 +45,15 @@ def server_args(
     where = ["--model", str(model), "--host", host, "--port", str(port)]
     slots = ["--parallel", str(parallel), "--ctx-size", str(ctx_size)]
     return [*where, *slots, "--kv-unified", "--no-cache-idle-slots", "--slots", *extra]
+
+
+def lazy_kv_args(binary: Path) -> list[str]:
+    """The flag that makes KV memory follow its use, where `binary` is a server that has it (patch lazy-kv)."""
+    flag = "--slot-initial-ctx"
+    shown = subprocess.run(
+        [binary, "--help"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    return [flag, str(INITIAL_CTX)] if flag in shown.stdout else []
 
 
 def free_port(host: str, preferred: int) -> int:

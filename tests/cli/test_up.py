@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.llama import server_binary
+from tests.support.llama import patched_binary
 from tests.support.processes import is_alive, wait_until
 from tests.support.program import Program, assert_lines, children, run
 from tests.support.tiny_model import full_attention
@@ -22,7 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "te
 
 
 def up(home: Path, *more: str) -> Program:
-    files = ("--binary", str(server_binary()), "--model", str(full_attention()))
+    files = ("--binary", str(patched_binary()), "--model", str(full_attention()))
     return Program(home, "up", *files, "--port", "0", "--server-port", str(unused_port()), *more)
 
 
@@ -52,11 +52,11 @@ def without_log(stderr: str) -> str:
     return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith(("{", "starting ")))
 
 
-def test_ready_with_two_slots_and_ended_by_ctrl_c(tmp_path: Path) -> None:
+def test_ready_with_four_slots_and_ended_by_ctrl_c(tmp_path: Path) -> None:
     with up(tmp_path) as program:
         url = program.url
         found = dict(line.strip().split(maxsplit=1) for line in program.out.splitlines()[1:] if "then run" not in line)
-        assert found["slots"] == "2, context of each 32768 tokens"
+        assert found["slots"] == "4, context of each 32768 tokens"
         assert found["llamaCppSlots"] == "enabled: auto"
         assert found["model"] == full_attention().stem
         providers = json.loads(found["Pi"][found["Pi"].index("{") :])["providers"]
@@ -133,14 +133,14 @@ def test_llama_server_killed_from_outside(tmp_path: Path) -> None:
 def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(full_attention().read_bytes()[:100_000])
-    done = run(tmp_path, "up", "--binary", str(server_binary()), "--model", str(model), "--port", "0")
+    done = run(tmp_path, "up", "--binary", str(patched_binary()), "--model", str(model), "--port", "0")
     assert done.returncode == 1
     assert done.stdout == ""
     assert_lines(without_log(done.stderr), "llama-server ended before it was ready: ")
 
 
 def test_an_argument_that_llama_server_does_not_know(tmp_path: Path) -> None:
-    files = ("--binary", str(server_binary()), "--model", str(full_attention()))
+    files = ("--binary", str(patched_binary()), "--model", str(full_attention()))
     done = run(tmp_path, "up", *files, "--port", "0", "--", "--no-such-flag")
     assert done.returncode == 1
     assert_lines(without_log(done.stderr), "llama-server ended before it was ready: ")
@@ -150,7 +150,7 @@ def test_an_argument_that_llama_server_does_not_know(tmp_path: Path) -> None:
 def test_the_server_s_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        files = ("--binary", str(server_binary()), "--model", str(full_attention()))
+        files = ("--binary", str(patched_binary()), "--model", str(full_attention()))
         done = run(tmp_path, "up", *files, "--port", "0", "--server-port", str(port))
     assert done.returncode in (1, 2)
     assert done.stdout == ""

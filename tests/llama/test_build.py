@@ -15,7 +15,7 @@ from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, compiler_identity, server_key, telling_error
 from slotpin.llama.series import Series
 from slotpin.llama.source import find_source, tree_digest
-from tests.support.llama import server_binary
+from tests.support.llama import stock_binary
 from tests.support.processes import is_alive, start_python, wait_until
 
 CMAKE = """
@@ -53,7 +53,7 @@ int main() { std::puts(GREETING); return slow; }
 BUILD = """
 import pathlib, sys
 from slotpin.llama.build import BuildOptions, build_server
-build_server(BuildOptions(source=pathlib.Path(sys.argv[1])), lambda line: None)
+build_server(BuildOptions(patches="none", source=pathlib.Path(sys.argv[1])), lambda line: None)
 """
 
 
@@ -82,33 +82,33 @@ def run(server: Path) -> str:
 
 def test_it_builds_once_and_leaves_the_checkout_as_it_was(cache: Path, checkout: Path) -> None:
     before = tree_digest(checkout)
-    first = build_server(BuildOptions(source=checkout), print)
+    first = build_server(BuildOptions(patches="none", source=checkout), print)
     assert run(first.path) == "hello"
     assert not first.cached
     assert first.path.is_relative_to(cache)
     assert tree_digest(checkout) == before
-    second = build_server(BuildOptions(source=checkout), pytest.fail)
+    second = build_server(BuildOptions(patches="none", source=checkout), pytest.fail)
     assert second == dataclasses.replace(first, cached=True)
 
 
 def test_cmake_arguments_reach_the_build_and_get_a_server_of_their_own(cache: Path, checkout: Path) -> None:
-    plain = build_server(BuildOptions(source=checkout), print)
-    other = build_server(BuildOptions(source=checkout, cmake_args=("-DGREETING=bonjour",)), print)
+    plain = build_server(BuildOptions(patches="none", source=checkout), print)
+    other = build_server(BuildOptions(patches="none", source=checkout, cmake_args=("-DGREETING=bonjour",)), print)
     assert (run(plain.path), run(other.path)) == ("hello", "bonjour")
 
 
 def test_an_edited_checkout_is_built_again_and_both_servers_stay(cache: Path, checkout: Path) -> None:
-    before = build_server(BuildOptions(source=checkout), print)
+    before = build_server(BuildOptions(patches="none", source=checkout), print)
     (checkout / "tools/server/server.cpp").write_text(SERVER.replace("GREETING)", 'GREETING " again")'))
-    after = build_server(BuildOptions(source=checkout), print)
+    after = build_server(BuildOptions(patches="none", source=checkout), print)
     assert (run(before.path), run(after.path)) == ("hello", "hello again")
     assert len(list((cache / "builds").iterdir())) == 1  # the second build was incremental
 
 
 def test_another_generator_finds_the_same_server(cache: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build_server(BuildOptions(source=checkout), print)
+    first = build_server(BuildOptions(patches="none", source=checkout), print)
     monkeypatch.setenv("CMAKE_GENERATOR", "Unix Makefiles")
-    assert build_server(BuildOptions(source=checkout), pytest.fail).path == first.path
+    assert build_server(BuildOptions(patches="none", source=checkout), pytest.fail).path == first.path
 
 
 @pytest.mark.parametrize("generator", ["Ninja", "Unix Makefiles"])
@@ -123,13 +123,13 @@ def test_a_build_that_was_killed_leaves_no_compiler_and_is_finished_by_the_next_
     (objects,) = (cache / "builds").iterdir()
     (objects / "slow.cpp").write_text("")  # what a power failure leaves half written
     (tmp_path / "go").touch()
-    assert run(build_server(BuildOptions(source=slow_checkout), print).path) == "hello"
+    assert run(build_server(BuildOptions(patches="none", source=slow_checkout), print).path) == "hello"
 
 
 def test_an_interrupted_build_leaves_no_compiler(cache: Path, slow_checkout: Path, tmp_path: Path) -> None:
     stop_in_the_middle(slow_checkout, tmp_path, signal.SIGINT)
     (tmp_path / "go").touch()
-    assert run(build_server(BuildOptions(source=slow_checkout), print).path) == "hello"
+    assert run(build_server(BuildOptions(patches="none", source=slow_checkout), print).path) == "hello"
 
 
 def stop_in_the_middle(checkout: Path, slow_dir: Path, number: signal.Signals) -> None:
@@ -158,12 +158,12 @@ def test_a_source_that_does_not_compile_is_one_line_with_the_log(cache: Path, ch
     assert error.startswith("llama-server could not be built: ")
     assert "nonsense" in error
     (checkout / "tools/server/server.cpp").write_text(SERVER)
-    assert run(build_server(BuildOptions(source=checkout), print).path) == "hello"
+    assert run(build_server(BuildOptions(patches="none", source=checkout), print).path) == "hello"
 
 
 def expect_failure(checkout: Path) -> str:
     with pytest.raises(UserError) as caught:
-        build_server(BuildOptions(source=checkout), print)
+        build_server(BuildOptions(patches="none", source=checkout), print)
     message = str(caught.value)
     assert caught.value.exit_code == 1
     assert "\n" not in message
@@ -179,12 +179,12 @@ def test_missing_tools_are_named_with_their_debian_package(
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
     with pytest.raises(UserError, match=r"no compiler found \(tried cc, gcc, clang\).*apt install build-essential"):
-        build_server(BuildOptions(source=checkout), print)
+        build_server(BuildOptions(patches="none", source=checkout), print)
     for name in ("cc", "c++"):
         (tools / name).write_text("#!/bin/sh\necho compiler\n")
         (tools / name).chmod(0o755)
     with pytest.raises(UserError, match=r"no cmake found.*apt install cmake"):
-        build_server(BuildOptions(source=checkout), print)
+        build_server(BuildOptions(patches="none", source=checkout), print)
 
 
 def test_the_key_changes_with_each_input(checkout: Path, tmp_path: Path) -> None:
@@ -244,10 +244,10 @@ def test_the_first_error_is_the_telling_one(output: str, error: str) -> None:
 
 
 def test_the_real_server_says_which_source_it_was_built_from() -> None:
-    done = subprocess.run([server_binary(), "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run([stock_binary(), "--version"], capture_output=True, text=True, check=True)
     assert "llama-cpp-python-0.3.36" in done.stdout + done.stderr
 
 
 def test_the_real_server_comes_from_the_cache_the_second_time() -> None:
-    assert build_server(BuildOptions(), pytest.fail).path == server_binary()
-    assert os.access(server_binary(), os.X_OK)
+    assert build_server(BuildOptions(patches="none"), pytest.fail).path == stock_binary()
+    assert os.access(stock_binary(), os.X_OK)

@@ -14,7 +14,7 @@ from slotpin.errors import UserError
 from slotpin.llama import launch
 from slotpin.llama.guard import guarded, tied
 from slotpin.llama.launch import LlamaServer, free_port, server_args, telling_error
-from tests.support.llama import HOST, running_server, server_binary
+from tests.support.llama import HOST, running_server, stock_binary
 from tests.support.processes import is_alive, read_line, start_python, wait_until
 from tests.support.tiny_model import full_attention
 
@@ -85,7 +85,7 @@ def test_an_address_of_another_machine_is_a_users_error() -> None:
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_it_dies_with_a_slotpin_that_was_killed(tmp_path: Path, guard: bool) -> None:
-    arguments = [str(server_binary()), str(full_attention()), str(tmp_path / "log"), "guard" if guard else "tied"]
+    arguments = [str(stock_binary()), str(full_attention()), str(tmp_path / "log"), "guard" if guard else "tied"]
     with start_python(RUN_SERVER, *arguments) as process:
         _, port = map(int, read_line(process).split())
         server = listener(port)
@@ -122,7 +122,7 @@ def test_guarded_by_a_life_line_that_has_ended_already_it_is_killed() -> None:
 def test_stop_ends_the_real_server_in_order_and_frees_its_port(tmp_path: Path, guard: bool) -> None:
     port = free_port(HOST, 0)
     args = server_args(full_attention(), HOST, port)
-    server = LlamaServer(server_binary(), args, HOST, port, tmp_path / "log", guard=guard)
+    server = LlamaServer(stock_binary(), args, HOST, port, tmp_path / "log", guard=guard)
 
     async def go() -> int:
         await server.start()
@@ -186,7 +186,7 @@ def start_and_fail(server: LlamaServer) -> UserError:
 def test_a_model_that_cannot_be_loaded_is_one_line_with_the_log(tmp_path: Path, guard: bool) -> None:
     model = tmp_path / "bad.gguf"
     model.write_bytes(b"GGUF" + bytes(100))
-    server = server_of(server_binary(), tmp_path, "--model", str(model), guard=guard)
+    server = server_of(stock_binary(), tmp_path, "--model", str(model), guard=guard)
     message = str(start_and_fail(server))
     assert message.startswith("llama-server ended before it was ready: gguf_init")
     assert message.endswith(f"(log: {server.log_path})")
@@ -194,13 +194,13 @@ def test_a_model_that_cannot_be_loaded_is_one_line_with_the_log(tmp_path: Path, 
 
 
 def test_a_flag_that_the_server_does_not_know_is_named(tmp_path: Path) -> None:
-    assert "invalid argument: --bogus" in str(start_and_fail(server_of(server_binary(), tmp_path, "--bogus")))
+    assert "invalid argument: --bogus" in str(start_and_fail(server_of(stock_binary(), tmp_path, "--bogus")))
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        server = LlamaServer(server_binary(), [], HOST, port, tmp_path / "log")
+        server = LlamaServer(stock_binary(), [], HOST, port, tmp_path / "log")
         assert f"{HOST}:{port}: Address already in use" in str(start_and_fail(server))
 
 

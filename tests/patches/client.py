@@ -133,6 +133,8 @@ def completion(tokens: list[int], slot: int, n_predict: int) -> JsonObject:
 
 @asynccontextmanager
 async def llama_server(binary: Path, model: Path, *flags: str) -> AsyncIterator[Client]:
+    # One thread: tiny models gain nothing from more, and threads that wait for each other are slow on a busy machine.
+    flags = ("--threads", "1", *flags)
     async with running_server(model, *flags, binary=binary) as server, aiohttp.ClientSession() as session:
         yield Client(server, session)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.patches import patched_binary, stock_binary
 from tests.patches.client import Answer, llama_server, prompt, run
+from tests.support.llama import patched_binary, stock_binary
 from tests.support.tiny_model import full_attention
 
 LENGTH = 600

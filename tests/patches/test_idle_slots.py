@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches import patched_binary, stock_binary
 from tests.patches.client import llama_server, prompt, run
+from tests.support.llama import patched_binary, stock_binary
 from tests.support.tiny_model import full_attention, sliding_window
 
 LENGTH = 1000

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches import patched_binary, stock_binary
 from tests.patches.client import Client, JsonObject, ServerError, llama_server, run
+from tests.support.llama import patched_binary, stock_binary
 from tests.support.tiny_model import full_attention
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 20

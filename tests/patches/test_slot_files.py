@@ -1,4 +1,4 @@
-"""0007: a broken slot file is an error; the server lives and the slot is as it was."""
+"""0007 and 0009: a broken slot file is an error; the server lives and the slot is as it was."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches import patched_binary, stock_binary
 from tests.patches.client import Answer, Client, ServerError, llama_server, prompt, run
+from tests.support.llama import patched_binary, stock_binary
 from tests.support.tiny_model import FULL, Shape, full_attention, sliding_window, tiny_model
 
 LENGTH = 40

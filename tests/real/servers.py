@@ -15,7 +15,7 @@ from typing import Any
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer, free_port, server_args
 from tests.real.client import Answer, fetch
-from tests.support.llama import HOST, server_binary
+from tests.support.llama import HOST, stock_binary
 from tests.support.processes import wait_until
 from tests.support.program import Program
 from tests.support.tiny_model import full_attention
@@ -71,8 +71,8 @@ def llama(*flags: str, port: int | None = None, api_key: str = "", loaded: bool 
     flags = ("--threads", "1", *flags, *(("--api-key", api_key) if api_key else ()))
     with asyncio.Runner() as runner:
         log = server_log(port)
-        args = server_args(full_attention(), HOST, port, extra=flags)
-        server = LlamaServer(server_binary(), args, HOST, port, log)
+        args = server_args(full_attention(), HOST, port, parallel=2, extra=flags)
+        server = LlamaServer(stock_binary(), args, HOST, port, log)
         try:
             runner.run(server.start())
             if loaded:

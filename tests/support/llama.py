@@ -15,8 +15,15 @@ HOST = "127.0.0.1"
 
 
 @cache
-def server_binary() -> Path:
-    """The packaged source's llama-server, from the cache or built now (minutes)."""
+def stock_binary() -> Path:
+    """The packaged source's llama-server without patches, from the cache or built now (minutes)."""
+    return build_server(BuildOptions(patches="none"), print).path
+
+
+@cache
+def patched_binary() -> Path:
+    """The same with all patches. Both share their objects."""
+    stock_binary()  # first, so that what they share is built once
     return build_server(BuildOptions(), print).path
 
 
@@ -24,13 +31,13 @@ def server_binary() -> Path:
 async def running_server(
     model: Path, *flags: str, binary: Path | None = None, port: int | None = None
 ) -> AsyncIterator[LlamaServer]:
-    """A llama-server that has loaded `model`, with slotpin's own flags and then `flags`, which win; stopped at the end.
+    """A llama-server that has loaded `model`, with two slots, then `flags`, which win; stopped at the end.
 
-    Without `port` it gets one that is free; `base_url` has no `/v1`.
+    Without `binary` it is the stock one, without `port` it gets one that is free; `base_url` has no `/v1`.
     """
     port = port or free_port(HOST, 0)
-    args = server_args(model, HOST, port, extra=flags)
-    server = LlamaServer(binary or server_binary(), args, HOST, port, server_log(port))
+    args = server_args(model, HOST, port, parallel=2, extra=flags)
+    server = LlamaServer(binary or stock_binary(), args, HOST, port, server_log(port))
     try:
         await server.start()
         await server.wait_ready()
