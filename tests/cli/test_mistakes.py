@@ -163,4 +163,4 @@ def test_a_wrong_binary(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("slotpin: nowhere is not a program")
+    assert done.stderr.splitlines()[-1].startswith("slotpin: --binary nowhere: not a program")

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.llama import patched_binary
 from tests.support.processes import is_alive, wait_until
-from tests.support.program import Program, assert_lines, children, run
+from tests.support.program import Program, assert_lines, children, command_line, run
 from tests.support.tiny_model import full_attention
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
@@ -43,8 +43,13 @@ def fetch(url: str, path: str, body: object = None) -> tuple[int, dict[str, str]
 
 
 def llama_server(program: Program) -> int:
-    (pid,) = children(program.process.pid)
+    (pid,) = servers(program)
     return pid
+
+
+def servers(program: Program) -> list[int]:
+    """Its child that serves; `llama-server --help`, which it asks before, has no port."""
+    return [pid for pid in children(program.process.pid) if "--port" in command_line(pid)]
 
 
 def without_log(stderr: str) -> str:
@@ -93,7 +98,7 @@ def test_no_llama_server_is_left_after_kill_9(tmp_path: Path) -> None:
 
 def test_sigterm_while_the_model_loads(tmp_path: Path) -> None:
     with up(tmp_path) as program:
-        wait_until(lambda: bool(children(program.process.pid)), "llama-server is started", 20)
+        wait_until(lambda: bool(servers(program)), "llama-server is started", 20)
         server = llama_server(program)
         program.signal(signal.SIGTERM)
         assert program.wait() == 0

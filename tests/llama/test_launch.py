@@ -186,7 +186,9 @@ def start_and_fail(server: LlamaServer) -> UserError:
 def test_a_model_that_cannot_be_loaded_is_one_line_with_the_log(tmp_path: Path, guard: bool) -> None:
     model = tmp_path / "bad.gguf"
     model.write_bytes(b"GGUF" + bytes(100))
-    server = server_of(stock_binary(), tmp_path, "--model", str(model), guard=guard)
+    # It listens before it loads, so its port has to be free.
+    port = str(free_port(HOST, 0))
+    server = server_of(stock_binary(), tmp_path, "--model", str(model), "--port", port, guard=guard)
     message = str(start_and_fail(server))
     assert message.startswith("llama-server ended before it was ready: gguf_init")
     assert message.endswith(f"(log: {server.log_path})")

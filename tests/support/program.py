@@ -124,3 +124,10 @@ def children(pid: int) -> Sequence[int]:
         # What a dead parent left behind has another parent now; nothing is left to find it by.
         return []
     return [child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def command_line(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []
