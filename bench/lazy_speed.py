@@ -106,14 +106,19 @@ def main() -> None:
         lines.append(f"| {model.stem} | {stock:.2f} s | {patched:.2f} s |")
         print(lines[-1], flush=True)
     if options.write is not None:
-        head = (
-            "# Speed, stock against patched\n\n"
-            f"`python -m bench.lazy_speed --pairs {options.pairs}` wrote this on a {platform.system()} machine\n"
-            f"({platform.machine()}, {psutil.cpu_count()} cores). Ratios are patched with `--slot-initial-ctx {INITIAL}` / stock, the median over\n"
-            "the pairs and its quartiles: below 1 the patched server is faster. Time to ready is the median of "
-            f"{STARTS} starts\nwith 16,384 tokens of context. How it is measured stands at the head of `bench/lazy_speed.py`.\n\n"
-        )
-        options.write.write_text(head + "\n".join(lines) + "\n")
+        options.write.write_text(page(lines, options.pairs))
+
+
+def page(lines: Sequence[str], count: int) -> str:
+    head = (
+        "# Speed, stock against patched\n\n"
+        f"`python -m bench.lazy_speed --pairs {count}` wrote this on a {platform.system()} machine\n"
+        f"({platform.machine()}, {psutil.cpu_count()} cores). Ratios are patched with `--slot-initial-ctx {INITIAL}` / "
+        "stock, the median over\nthe pairs and its quartiles: below 1 the patched server is faster. Time to ready is "
+        f"the median of {STARTS} starts\nwith 16,384 tokens of context. How it is measured stands at the head of "
+        "`bench/lazy_speed.py`.\n\n"
+    )
+    return head + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
