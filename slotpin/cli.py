@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from slotpin import __version__
+from slotpin.checks import doctor, findings
+from slotpin.checks import verify as verifying
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, check_patches
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().error(f"nothing is passed on after --: {' '.join(after)}")
     options.server_args = after
     try:
-        options.command(options)
+        status: int | None = options.command(options)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"slotpin: {line}", file=sys.stderr)
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has left, as `head` does; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return status or 0
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -87,6 +89,36 @@ def _parser() -> argparse.ArgumentParser:
     _add_build(build_parser)
     build_parser.add_argument("--check", action="store_true", help="only see whether the patches apply")
 
+    doctor_parser = _command(commands, "doctor", _doctor, "look for what endangers the main conversation's cache")
+    _add_settings(doctor_parser)
+    doctor_parser.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        help="send two short prompts to slots that nobody uses, to see whether idle slots are cleared "
+        "(default: only while no slot is in use)",
+    )
+    doctor_parser.add_argument("--json", action="store_true", help="as JSON")
+
+    verify_parser = _command(
+        commands, "verify", _verify, "hold a short conversation and count what of its cache survives a side request"
+    )
+    verify_parser.epilog = (
+        f"It evaluates about {verifying.cost():,} prompt tokens (3.4 times --tokens), more where a cache is lost, and "
+        "uses the main slot: a conversation that is there loses its place to it, as to any other conversation. Through "
+        "slotpin and then without it, where the server takes the slot that was least recently used; --no-direct leaves "
+        "that out. Exit status: 0 main kept its cache, 1 it did not, 2 it could not be run."
+    )
+    _add_settings(verify_parser)
+    verify_parser.add_argument(
+        "--tokens",
+        type=_verify_tokens,
+        default=verifying.DEFAULT_TOKENS,
+        metavar="N",
+        help="length of the main prompt (default: %(default)s)",
+    )
+    verify_parser.add_argument("--no-direct", action="store_true", help="leave out the run without slotpin")
+    verify_parser.add_argument("--json", action="store_true", help="as JSON")
+
     config_parser = commands.add_parser("config", help="check or show the configuration")
     config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     check_parser = _command(config_commands, "check", _config_check, "check a configuration file")
@@ -100,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    run: Callable[[argparse.Namespace], None],
+    run: Callable[[argparse.Namespace], int | None],
     text: str,
     tail: str = "",
 ) -> argparse.ArgumentParser:
@@ -138,6 +170,10 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     return _whole_number(text, 1, 2**31 - 1)
+
+
+def _verify_tokens(text: str) -> int:
+    return _whole_number(text, verifying.LEAST_TOKENS, 1_000_000)
 
 
 def _port(text: str) -> int:
@@ -196,6 +232,26 @@ def _build(options: argparse.Namespace) -> None:
 
 def _build_options(options: argparse.Namespace) -> BuildOptions:
     return BuildOptions(options.source, options.patches, tuple(options.cmake_arg), options.jobs)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    how = doctor.Options(options.probe, os.environ)
+    found = asyncio.run(doctor.examine(lambda: _loader(options, {})(), how))
+    if options.json:
+        print(json.dumps(findings.as_json(found), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(findings.lines(found)))
+    return findings.exit_code(found)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    settings = _loader(options, {})().settings
+    result = asyncio.run(verifying.verify(settings, options.tokens, compare=not options.no_direct, say=_report))
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(verifying.lines(result)))
+    return 0 if result.kept else 1
 
 
 def _config_check(options: argparse.Namespace) -> None:

@@ -20,12 +20,15 @@ from slotpin.config_models import (
     Allowed,
     BuiltinRecognisers,
     Compactor,
+    Conversations,
     CustomRecogniser,
     Endpoint,
+    Gate,
     Listen,
     LlamaCppSlots,
     Log,
     Recognisers,
+    Reuse,
     Settings,
     Timeouts,
 )
@@ -56,14 +59,17 @@ __all__ = [
     "BuiltinRecognisers",
     "Compactor",
     "ConfigError",
+    "Conversations",
     "CustomRecogniser",
     "Endpoint",
+    "Gate",
     "Key",
     "Listen",
     "LlamaCppSlots",
     "Loaded",
     "Log",
     "Recognisers",
+    "Reuse",
     "Settings",
     "Timeouts",
     "as_json",
@@ -82,7 +88,7 @@ class Key:
     path: str  # llamaCppSlots.mainIdSlot
     attribute: str  # llama_cpp_slots.main_id_slot, in Settings
     variable: str  # SLOTPIN_LLAMA_CPP_SLOTS_MAIN_ID_SLOT
-    form: Literal["text", "scalar", "json"]
+    form: Literal["text", "scalar", "json", "text or array"]
 
 
 def _keys(model: type[BaseModel], path: str = "", attribute: str = "") -> Iterator[Key]:
@@ -99,9 +105,11 @@ def _variable(path: str) -> str:
     return "SLOTPIN_" + re.sub(r"[.-]", "_", words).upper()
 
 
-def _form(annotation: object) -> Literal["text", "scalar", "json"]:
+def _form(annotation: object) -> Literal["text", "scalar", "json", "text or array"]:
     if get_origin(annotation) is tuple:
         return "json"
+    if any(get_origin(part) is tuple for part in get_args(annotation)):
+        return "text or array"
     values = get_args(annotation)  # of a Literal
     is_text = annotation in (str, SecretStr) or (values and all(isinstance(value, str) for value in values))
     return "text" if is_text else "scalar"
@@ -204,9 +212,9 @@ def _key(path: str) -> Key:
 def _value(key: Key, text: str, where: str) -> object:
     if not is_unicode(text):
         raise ConfigError([f"{where}: is not UTF-8; use UTF-8 text"])
-    if key.form == "json":
+    if key.form == "json" or (key.form == "text or array" and text.lstrip().startswith("[")):
         return parse_json(text, where)
-    return text if key.form == "text" else scalar(text)
+    return scalar(text) if key.form == "scalar" else text
 
 
 def _has(tree: Tree, path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
 from typing import Annotated, Literal, Self
@@ -15,13 +16,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     SecretStr,
     field_validator,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
 
-from slotpin.config_sources import quoted
+from slotpin.config_sources import quoted, shown
+from slotpin.pinning.conversations import SESSION_FIELDS, SESSION_HEADERS
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8080/v1"
 MASK = "********"
@@ -92,6 +95,38 @@ def _no_number(value: object) -> object:
     return value
 
 
+def _conversation_slots(value: object) -> object:
+    if value in ("auto", "main-only"):
+        return value
+    return _array(value, lambda each: type(each) is int and 0 <= each <= MAX_SLOT_ID, "a slot id; use integers from 0")
+
+
+def _header_names(value: object) -> tuple[object, ...]:
+    return _array(
+        value, lambda each: _fits(each, r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), "a header name; use letters, digits and dashes"
+    )
+
+
+def _field_names(value: object) -> tuple[object, ...]:
+    return _array(
+        value, lambda each: _fits(each, r"[^.]+(\.[^.]+)*"), "a member name; use names with dots between the levels"
+    )
+
+
+def _fits(value: object, pattern: str) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _array(value: object, is_right: Callable[[object], bool], what: str) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError  # noqa: TRY004, pydantic takes no TypeError
+    for each in value:
+        if not is_right(each):
+            raise ValueError(f"{shown(each)} in the array is not {what}")
+    return tuple(value)
+
+
+_ARRAY = PlainSerializer(lambda value: value if isinstance(value, str) else list(value))
 _SECONDS = PlainSerializer(lambda value: int(value) if value == int(value) else value)
 
 Switch = Annotated[bool, Allowed("true or false")]
@@ -125,6 +160,30 @@ Seconds = Annotated[
     Field(ge=0, le=3600, allow_inf_nan=False),
     _SECONDS,
     Allowed("a number of seconds from 0 to 3600"),
+]
+LongSeconds = Annotated[
+    float,
+    Field(ge=0, le=31_536_000, allow_inf_nan=False),
+    _SECONDS,
+    Allowed("a number of seconds from 0 to 31536000"),
+]
+ConversationSlots = Annotated[
+    Literal["auto", "main-only"] | tuple[int, ...],
+    PlainValidator(_conversation_slots),
+    _ARRAY,
+    Allowed('"auto", "main-only" or an array of slot ids'),
+]
+HeaderNames = Annotated[
+    tuple[str, ...],
+    PlainValidator(_header_names),
+    _ARRAY,
+    Allowed("an array of header names"),
+]
+FieldNames = Annotated[
+    tuple[str, ...],
+    PlainValidator(_field_names),
+    _ARRAY,
+    Allowed('an array of member names, with dots between levels, such as "metadata.user_id"'),
 ]
 PositiveSeconds = Annotated[
     float,
@@ -167,6 +226,26 @@ class LlamaCppSlots(_Model):
     enabled: Enabled = False
     main_id_slot: SlotId = 0
     compactor_id_slot: SlotId = 1
+
+
+class Conversations(_Model):
+    """`slots`: which ones the conversations after the first may have. Ids are taken from the first source that a
+    request has."""
+
+    slots: ConversationSlots = "auto"
+    session_headers: HeaderNames = SESSION_HEADERS
+    session_fields: FieldNames = SESSION_FIELDS
+
+
+class Gate(_Model):
+    """0 switches either off."""
+
+    wait_seconds: Seconds = 600.0
+    keep_alive_seconds: Seconds = 15.0
+
+
+class Reuse(_Model):
+    retry_seconds: LongSeconds = 1800.0
 
 
 class BuiltinRecognisers(_Model):
@@ -238,6 +317,9 @@ class Settings(_Model):
     main: Endpoint = Endpoint()
     compactor: Compactor = Compactor()
     llama_cpp_slots: LlamaCppSlots = LlamaCppSlots()
+    conversations: Conversations = Conversations()
+    gate: Gate = Gate()
+    reuse: Reuse = Reuse()
     recognisers: Recognisers = Recognisers()
     log: Log = Log()
     timeouts: Timeouts = Timeouts()

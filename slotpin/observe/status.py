@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING
 from slotpin import __version__
 
 if TYPE_CHECKING:
+    from slotpin.pinning.conversations import Conversation
+    from slotpin.proxy.server import Server
     from slotpin.proxy.state import State
 
 
 def status(state: State) -> dict[str, object]:
     running = state.running
-    known = state.probe.latest(running.probe_target)
-    topology = None
-    if known is not None:
-        found, age = known
-        topology = {
-            "slots": [{"id": slot.id, "n_ctx": slot.n_ctx} for slot in found.slots],
-            "ageSeconds": round(age, 3),
-        }
+    server = state.server(running.probe_target)
     return {
         "version": __version__,
         "uptimeSeconds": round(state.clock() - state.started, 3),
@@ -28,7 +23,23 @@ def status(state: State) -> dict[str, object]:
         "mainIdSlot": running.pin.main_id,
         "compactorIdSlot": running.pin.compactor_id,
         "endpoints": {"main": running.main.url, "compactor": running.compactor.url},
-        "topology": topology,
+        "topology": _topology(state),
+        "server": {
+            "build": state.probe.known_build(running.probe_target),
+            "epoch": server.epoch,
+            "clearsIdleSlots": server.clears_idle_slots,
+        },
+        "gates": _gates(state, server),
+        "conversations": [
+            {
+                "key": conversation.key,
+                "slot": server.placement.slot_of(conversation.key),
+                "turns": conversation.turns,
+                "idleSeconds": round(state.clock() - conversation.last_used, 3),
+                "reuse": state.history.turns(conversation.key),
+            }
+            for conversation in _latest(state)
+        ],
         "bindings": {"open": state.bindings.open_count, "ended": state.bindings.ended_count},
         "decisions": [
             {"role": role, "reason": reason, "count": count}
@@ -42,3 +53,30 @@ def status(state: State) -> dict[str, object]:
             for cause, warned in sorted(state.warner.recent().items())
         ],
     }
+
+
+# As many conversations as a person looks at.
+CONVERSATIONS = 32
+
+
+def _latest(state: State) -> list[Conversation]:
+    return sorted(state.conversations, key=lambda conversation: -conversation.last_used)[:CONVERSATIONS]
+
+
+def _topology(state: State) -> dict[str, object] | None:
+    known = state.probe.latest(state.running.probe_target)
+    if known is None:
+        return None
+    found, asked_at = known
+    slots = [{"id": slot.id, "n_ctx": slot.n_ctx, "busy": slot.busy, "tokens": slot.tokens} for slot in found.slots]
+    return {"slots": slots, "ageSeconds": round(state.clock() - asked_at, 3)}
+
+
+def _gates(state: State, server: Server) -> list[dict[str, object]]:
+    """Only those that somebody holds or waits for."""
+    gates = []
+    for slot in sorted(server.gates.busy):
+        holder = server.gates.holder(slot)
+        held = {"heldBy": holder.who, "sinceSeconds": round(state.clock() - holder.since, 3)} if holder else {}
+        gates.append({"slot": slot, "waiting": server.gates.waiting(slot), **held})
+    return gates

@@ -32,7 +32,7 @@ class Warner:
             known.count += 1
             return
         self._recent[cause] = Warned(message)
-        self._log.warning("unsafe", cause=cause, message=message, **fields)
+        self._log.warning("warning", cause=cause, message=message, **fields)
 
     def recent(self) -> dict[str, Warned]:
         """By cause, what was warned of within the last minute."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from slotpin.pinning.ids import Absent, Explicit, Unpredictable, normalise
-from slotpin.pinning.reasons import Reason
+from slotpin.pinning.reasons import Reason, explain
 from slotpin.pinning.request import Request
 from slotpin.pinning.topology import Topology
 
@@ -33,10 +33,14 @@ class PinSettings:
 
 @dataclass(frozen=True, slots=True)
 class Unverified:
-    """No topology: the probe failed, or its answer isn't one. `detail` narrows the cause for people."""
+    """No topology: the probe failed, or its answer isn't one. `detail` narrows the cause for people.
+
+    `silent`: no answer came in time, so the server may be there and busy.
+    """
 
     reason: Literal[Reason.PROBE_FAILED, Reason.TOPOLOGY_INVALID]
     detail: str = ""
+    silent: bool = False
 
 
 Probed = Topology | Unverified
@@ -53,7 +57,8 @@ class Decision:
     """`slot` is where the request will run, None where the server chooses.
 
     `add_id` and `add_cache_prompt` say which members go into the body, and are only ever set with PIN. `unsafe`:
-    nothing keeps this request and the other role apart. `warnings` are worth a person's attention, main cause first.
+    nothing keeps this request and the other role apart. `warnings` are worth a person's attention, main cause first,
+    and `detail` narrows that one.
     """
 
     action: Action
@@ -64,6 +69,12 @@ class Decision:
     unsafe: bool = False
     detail: str = ""
     warnings: tuple[Reason, ...] = ()
+
+    @property
+    def explained(self) -> list[tuple[Reason, str]]:
+        """Each warning in words."""
+        details = (self.detail, *[""] * len(self.warnings))
+        return [(cause, explain(cause, detail)) for cause, detail in zip(self.warnings, details, strict=False)]
 
 
 def decide_main(settings: PinSettings, probed: Probed | None, request: Request) -> Decision:
@@ -93,19 +104,19 @@ def decide_compactor(
         return _vouched(settings.compactor_id, request, conflicts_with=settings.main_id)
     slots = _verified_slots(settings, probed)
     if isinstance(slots, Decision):
-        return _refuse(slots.reason, slots.detail)
+        return refused(slots.reason, slots.detail)
     assert isinstance(probed, Topology)
     if flaw := _flaw(candidates, settings.generation, probed.ids, slots.compactor):
-        return _refuse(flaw)
-    if not request.route_pins:
-        return _refuse(Reason.ROUTE_IGNORES_SLOT)
+        return refused(flaw)
+    if problem := _unpinnable(request):
+        return refused(problem)
     match request.client_id:
         case Unpredictable():
-            return _refuse(Reason.EXPLICIT_UNPREDICTABLE)
+            return refused(Reason.EXPLICIT_UNPREDICTABLE)
         case Explicit(own):
             slot = normalise(own, probed.count)
             if slot == slots.main or any(binding.decision.slot == slot for binding in candidates):
-                return _refuse(Reason.EXPLICIT_CONFLICT)
+                return refused(Reason.EXPLICIT_CONFLICT)
             return Decision(Action.LEAVE, Reason.EXPLICIT, slot=slot)
         case Absent():
             return _pin(Reason.PINNED, slots.compactor, request)
@@ -122,8 +133,8 @@ def _main_by_topology(settings: PinSettings, probed: Probed | None, request: Req
     if isinstance(slots, Decision):
         return slots
     assert isinstance(probed, Topology)
-    if not request.route_pins:
-        return _unsafe(Reason.ROUTE_IGNORES_SLOT)
+    if problem := _unpinnable(request):
+        return _unsafe(problem)
     match request.client_id:
         case Unpredictable():
             return _unsafe(Reason.EXPLICIT_UNPREDICTABLE)
@@ -161,20 +172,25 @@ def _flaw(
     flaws = {binding: _binding_flaw(binding, generation, slot_ids) for binding in candidates}
     if not flaws:
         return Reason.NO_BINDING
-    if None in flaws.values():
+    if valid := {binding.conversation for binding, flaw in flaws.items() if flaw is None}:
         # An old conversation that has nothing to lose there must not stand in the way of the others for ever.
-        flaws = {binding: flaw for binding, flaw in flaws.items() if not _harmless(binding, flaw, compactor_slot)}
+        flaws = {
+            binding: flaw for binding, flaw in flaws.items() if not _harmless(binding, flaw, compactor_slot, valid)
+        }
     distinct = set(flaws.values())
     return distinct.pop() if len(distinct) == 1 else Reason.AMBIGUOUS_OVERLAP
 
 
-def _harmless(binding: Binding, flaw: Reason | None, compactor_slot: int) -> bool:
-    """Whether a side request on the compactor's slot takes nothing from this ended conversation."""
-    if not binding.ended:
+def _harmless(binding: Binding, flaw: Reason | None, compactor_slot: int, valid: Collection[str]) -> bool:
+    """Whether a side request on the compactor's slot takes nothing that was kept for this ended conversation."""
+    if not binding.ended or flaw is None:
         return False
     if flaw is Reason.TOPOLOGY_CHANGED:
         return True  # a server with other slots is another process: its cache is gone
-    return flaw is Reason.SETTINGS_CHANGED and binding.decision.slot not in (None, compactor_slot)
+    if flaw is Reason.SETTINGS_CHANGED:
+        return binding.decision.slot not in (None, compactor_slot)
+    # Where it ran nothing was kept for it, so only its own side requests have something to fear there.
+    return binding.conversation not in valid and binding.decision.slot != compactor_slot
 
 
 def _binding_flaw(binding: Binding, generation: int, slot_ids: tuple[int, ...]) -> Reason | None:
@@ -186,7 +202,16 @@ def _binding_flaw(binding: Binding, generation: int, slot_ids: tuple[int, ...]) 
     return binding.decision.reason if binding.decision.unsafe else None
 
 
+def _unpinnable(request: Request) -> Reason | None:
+    """Why no slot can be given to this request alone."""
+    if not request.route_pins:
+        return Reason.ROUTE_IGNORES_SLOT
+    return Reason.SEVERAL_COMPLETIONS if request.fans_out else None
+
+
 def _vouched(slot: int, request: Request, conflicts_with: int) -> Decision:
+    if request.fans_out:
+        return _unsafe(Reason.SEVERAL_COMPLETIONS)
     match request.client_id:
         case Absent():
             decision = _pin(Reason.VOUCHED, slot, request)
@@ -209,8 +234,20 @@ def _unsafe(reason: Reason, detail: str = "", slot: int | None = None) -> Decisi
     return Decision(Action.LEAVE, reason, slot=slot, unsafe=True, detail=detail, warnings=(reason,))
 
 
-def _refuse(reason: Reason, detail: str = "") -> Decision:
+def refused(reason: Reason, detail: str = "") -> Decision:
+    """No answer but an error: for what may not reach the server now."""
     return Decision(Action.REFUSE, reason, unsafe=True, detail=detail, warnings=(reason,))
+
+
+def placed(decision: Decision, slot: int, *, shared: str = "") -> Decision:
+    """The same, pinned to the slot that the conversation has; `shared` says why it is not its own."""
+    warnings = (Reason.SLOT_SHARED, *decision.warnings) if shared else decision.warnings
+    return replace(decision, slot=slot, detail=shared, warnings=warnings)
+
+
+def unpinned(decision: Decision, reason: Reason) -> Decision:
+    """The same request without a slot: pinning would cost it its cache. `reason` is also a warning."""
+    return Decision(Action.LEAVE, reason, warnings=(reason, *decision.warnings))
 
 
 def let_pass(refusal: Decision) -> Decision:

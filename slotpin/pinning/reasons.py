@@ -26,6 +26,12 @@ class Reason(enum.StrEnum):
     SETTINGS_CHANGED = "settings_changed"
     TOPOLOGY_CHANGED = "topology_changed"
     AMBIGUOUS_OVERLAP = "ambiguous_overlap"
+    SEVERAL_COMPLETIONS = "several_completions"
+    EXTENDS_CONVERSATION = "extends_conversation"  # a side request that is best off in the conversation's own slot
+    SLOT_EMPTIED = "slot_emptied"  # the server may restore what the slot held, but only if it chooses the slot
+    PINNING_STOPPED = "pinning_stopped"
+    SLOT_BUSY = "slot_busy"
+    SLOT_SHARED = "slot_shared"  # only ever a warning
     CACHE_PROMPT_OFF = "cache_prompt_off"  # only ever a warning
 
 
@@ -94,6 +100,31 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.AMBIGUOUS_OVERLAP: Explanation(
         "several main requests are possible and their slot decisions differ",
         "it works again once they have ended",
+        passes=True,
+    ),
+    Reason.SEVERAL_COMPLETIONS: Explanation(
+        "the request asks for several completions, which llama-server spreads over other conversations' slots",
+        "ask for one at a time",
+        passes=False,
+    ),
+    Reason.SLOT_EMPTIED: Explanation(
+        "the conversation's slot has lost its tokens, so the server may choose where to restore them",
+        "start llama-server with --no-cache-idle-slots, and with a larger --ctx-size if the slots fill it",
+        passes=True,
+    ),
+    Reason.PINNING_STOPPED: Explanation(
+        "this llama-server clears every idle slot when a request starts, so pinning would lose the cache",
+        "start it with --no-cache-idle-slots; until then the server chooses the slots",
+        passes=True,
+    ),
+    Reason.SLOT_BUSY: Explanation(
+        "the slot has been busy for longer than gate.waitSeconds",
+        "wait for the request that holds it, or raise --parallel",
+        passes=True,
+    ),
+    Reason.SLOT_SHARED: Explanation(
+        "llama-server has too few slots for a conversation of its own to each",
+        "raise --parallel",
         passes=True,
     ),
     Reason.CACHE_PROMPT_OFF: Explanation(

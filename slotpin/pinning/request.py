@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,8 +14,11 @@ from slotpin.pinning.ids import ABSENT, ClientId, read_id
 _BOM = b"\xef\xbb\xbf"
 
 
-class _Fields(msgspec.Struct):
-    """Raw values, so that no type of value makes reading fail. The last of equal names wins, as in llama-server."""
+class Fields(msgspec.Struct):
+    """Raw text, so that no type of value makes reading fail; empty where the member is missing.
+
+    The last of equal names wins, as in llama-server.
+    """
 
     id_slot: msgspec.Raw = msgspec.Raw(b"")
     cache_prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -21,14 +26,35 @@ class _Fields(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw(b"")
     n: msgspec.Raw = msgspec.Raw(b"")
     n_cmpl: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
+    input_prefix: msgspec.Raw = msgspec.Raw(b"")
+    input_suffix: msgspec.Raw = msgspec.Raw(b"")
+    prompt_cache_key: msgspec.Raw = msgspec.Raw(b"")
+    session_id: msgspec.Raw = msgspec.Raw(b"")
+    metadata: msgspec.Raw = msgspec.Raw(b"")
 
 
-_decoder = msgspec.json.Decoder(_Fields)
+class _Usual(Fields):
+    """Messages are told apart in the same pass: that costs no more than to skip them."""
+
+    messages: list[msgspec.Raw] | None = None
+    input: list[msgspec.Raw] | None = None
+
+
+class _Odd(Fields):
+    """For bodies in which one of the two is something else, such as the string that `input` may be."""
+
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+
+_usual_decoder = msgspec.json.Decoder(_Usual)
+_odd_decoder = msgspec.json.Decoder(_Odd)
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_NOTHING = msgspec.Raw(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +63,7 @@ class Request:
 
     `client_id` is its own `id_slot`. A null member counts as missing, as it does for the server: `has_cache_prompt` is
     False then. `nulls` names those of our two members that stand there as null. `route_pins`: the server heeds
-    `id_slot` on this route.
+    `id_slot` on this route. `fans_out`: it asks for several completions.
     """
 
     client_id: ClientId = ABSENT
@@ -45,15 +71,24 @@ class Request:
     keeps_cache: bool = True
     nulls: frozenset[str] = frozenset()
     route_pins: bool = True
+    fans_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A JSON object body, read once. `completions` is how many answers it asks for."""
+    """A JSON object body, read once. `completions` is how many answers it asks for.
+
+    `messages` and `items` are the elements of `messages` and `input`, empty where that is no list; `input_text` is an
+    `input` of another type. `text` is the whole body.
+    """
 
     request: Request
     model: str | None
-    fields: _Fields
+    fields: Fields
+    messages: Sequence[msgspec.Raw]
+    items: Sequence[msgspec.Raw]
+    input_text: msgspec.Raw
+    text: bytes | bytearray | memoryview = field(repr=False)
 
     @property
     def streams(self) -> bool:
@@ -62,8 +97,8 @@ class Body:
     @property
     def completions(self) -> int:
         """Prompts times completions each; 1 where that can't be read."""
-        each = _value(self.fields.n_cmpl) or _value(self.fields.n)
-        prompts = _value(self.fields.prompt)
+        each = read_value(self.fields.n_cmpl) or read_value(self.fields.n)
+        prompts = read_value(self.fields.prompt)
         # A list of strings or lists is several prompts; a list with a bare token id in it is one (server-common.cpp).
         several = isinstance(prompts, list) and not any(type(prompt) is int for prompt in prompts)
         return (each if isinstance(each, int) and each > 0 else 1) * (len(prompts) if several and prompts else 1)
@@ -71,8 +106,9 @@ class Body:
 
 def read_body(body: bytes | bytearray) -> Body | None:
     """Read the fields of a request body; None when it isn't a JSON object (it is then relayed as it is)."""
+    text = memoryview(body)[3:] if body.startswith(_BOM) else body
     try:
-        fields = _decoder.decode(memoryview(body)[3:] if body.startswith(_BOM) else body)
+        fields, messages, items, input_text = _read(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     id_slot, cache_prompt = bytes(fields.id_slot), bytes(fields.cache_prompt)
@@ -82,8 +118,44 @@ def read_body(body: bytes | bytearray) -> Body | None:
         keeps_cache=cache_prompt != b"false",
         nulls=frozenset(name for name, raw in (("id_slot", id_slot), ("cache_prompt", cache_prompt)) if raw == b"null"),
     )
-    model = _value(fields.model)
-    return Body(request, model if isinstance(model, str) else None, fields)
+    model = read_value(fields.model)
+    return Body(request, model if isinstance(model, str) else None, fields, messages, items, input_text, text)
+
+
+def _read(text: bytes | bytearray | memoryview) -> tuple[Fields, list[msgspec.Raw], list[msgspec.Raw], msgspec.Raw]:
+    try:
+        usual = _usual_decoder.decode(text)
+    except msgspec.ValidationError:
+        odd = _odd_decoder.decode(text)
+        items = _elements(odd.input)
+        return odd, _elements(odd.messages), items, _NOTHING if items else odd.input
+    return usual, usual.messages or [], usual.input or [], _NOTHING
+
+
+def _elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    try:
+        return _list_decoder.decode(raw)
+    except msgspec.DecodeError:  # a missing member is empty text
+        return []
+
+
+def read_member(body: Body, name: str) -> Any:
+    """The value of a member of the outermost object; None where there is none.
+
+    A member that `Fields` has not costs a second pass over the body.
+    """
+    if name in Fields.__struct_fields__:
+        return read_value(getattr(body.fields, name))
+    try:
+        return read_value(_member_decoder(name).decode(body.text).value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _member_decoder(name: str) -> msgspec.json.Decoder[Any]:
+    member = msgspec.defstruct("Member", [("value", msgspec.Raw, _NOTHING)], rename={"value": name})
+    return msgspec.json.Decoder(member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +169,22 @@ class Opening:
 def read_opening(body: Body) -> Opening:
     """Find the opening texts in any of the five request shapes; what can't be read is empty."""
     fields = body.fields
-    system = _content(_value(fields.system)) or _content(_value(fields.instructions))
+    system = _content(read_value(fields.system)) or _content(read_value(fields.instructions))
     user = ""
-    for raw in (fields.messages, fields.input, fields.prompt):
-        value = _value(raw)
-        if isinstance(value, str):
-            user = user or value
-        elif isinstance(value, list):
-            for message in value:
-                if not isinstance(message, dict):
-                    continue
-                role = message.get("role")
-                if role in ("system", "developer"):
-                    system = system or _content(message.get("content"))
-                elif role == "user" and not user:
-                    user = _content(message.get("content"))
-                if user and system:
-                    break
+    for raw in (*body.messages, *body.items):
+        if user and system:
+            break
+        message = read_value(raw)
+        if not isinstance(message, dict):
+            continue
+        role = message.get("role")
+        if role in ("system", "developer"):
+            system = system or _content(message.get("content"))
+        elif role == "user" and not user:
+            user = _content(message.get("content"))
+    for raw in (body.input_text, fields.prompt):
+        if not user and isinstance(value := read_value(raw), str):
+            user = value
     return Opening(system, user)
 
 
@@ -128,7 +199,8 @@ def _content(value: object) -> str:
     return ""
 
 
-def _value(raw: msgspec.Raw) -> Any:
+def read_value(raw: msgspec.Raw) -> Any:
+    """The value of a member or an element; None where it is missing or can't be read."""
     data = bytes(raw)
     if not data:
         return None

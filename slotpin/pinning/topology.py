@@ -1,4 +1,4 @@
-"""What `GET /slots` says: how many slots there are, their ids, each one's context."""
+"""What `GET /slots` says: how many slots there are, their ids, each one's context, and what they do just now."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ class TopologyError(ValueError):
 
 
 class _Element(msgspec.Struct):
+    """server_slot::to_json (llama.cpp tools/server/server-context.cpp)."""
+
     id: int
     n_ctx: int | None = None
+    is_processing: bool = False
+    id_task: int | None = None
+    n_prompt_tokens: int | None = None
 
 
 class _ElementIdOnly(msgspec.Struct):
@@ -22,8 +27,14 @@ class _ElementIdOnly(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
+    """`tokens` is how many the slot's cache holds, 0 also for a slot that was never used. `task` is the last one's
+    number, None for none since the server started: numbers only grow while it runs."""
+
     id: int
     n_ctx: int | None
+    busy: bool = False
+    task: int | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +51,39 @@ class Topology:
     def ids(self) -> tuple[int, ...]:
         return tuple(slot.id for slot in self.slots)
 
+    def slot(self, slot_id: int) -> Slot | None:
+        return next((slot for slot in self.slots if slot.id == slot_id), None)
+
+    @property
+    def last_task(self) -> int:
+        """-1 where no slot has run anything."""
+        return max((slot.task for slot in self.slots if slot.task is not None), default=-1)
+
 
 def parse_topology(body: bytes) -> Topology:
-    """Read an answer of `GET /slots`; fields other than `id` and `n_ctx` vary between server versions.
+    """Read an answer of `GET /slots`; fields other than `id` vary between server versions.
 
     Raises TopologyError.
     """
-    elements: list[_Element] | list[_ElementIdOnly]
     try:
-        elements = _decode(body)
+        slots = _slots(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = "an array of objects with integer ids" if isinstance(error, msgspec.ValidationError) else "JSON"
         raise TopologyError(f"the answer is not {what}") from None
-    slots = tuple(Slot(element.id, getattr(element, "n_ctx", None)) for element in elements)
     if len({slot.id for slot in slots}) != len(slots):
         raise TopologyError("two slots have the same id")
     return Topology(slots)
 
 
-def _decode(body: bytes) -> list[_Element] | list[_ElementIdOnly]:
+def _slots(body: bytes) -> tuple[Slot, ...]:
     try:
-        return _FULL.decode(body)
+        return tuple(
+            Slot(each.id, each.n_ctx, each.is_processing, each.id_task, each.n_prompt_tokens or 0)
+            for each in _FULL.decode(body)
+        )
     except msgspec.ValidationError:
-        # An n_ctx of another type is no reason to distrust the ids.
-        return _IDS_ONLY.decode(body)
+        # A field of another type is no reason to distrust the ids.
+        return tuple(Slot(each.id, None) for each in _IDS_ONLY.decode(body))
 
 
 _FULL = msgspec.json.Decoder(list[_Element])

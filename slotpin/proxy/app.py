@@ -11,7 +11,9 @@ from slotpin.config import Settings
 from slotpin.errors import UserError
 from slotpin.observe.log import Log
 from slotpin.observe.status import status
+from slotpin.pinning.conversations import session_ids
 from slotpin.proxy.exchange import Exchange
+from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.listener import ClientConnection, Incoming
 from slotpin.proxy.replies import Reply, error
 from slotpin.proxy.state import State
@@ -55,8 +57,12 @@ class Proxy:
             connection.abort()
         await self.state.close()
 
-    def _own_route(self, method: str, path: bytes) -> Reply:
+    def _own_route(self, head: RequestHead, path: bytes) -> Reply:
         """Everything under `/slotpin/`; no other path is slotpin's."""
+        method = head.method
+        if method == "POST" and path == b"/slotpin/forget":
+            ids = session_ids(head.get, None, self.state.running.session_headers)
+            return _json({"forgotten": self.state.forget(ids)})
         if method in ("GET", "HEAD"):
             if path == b"/slotpin/health":
                 return _json({"status": "ok"})
@@ -70,7 +76,7 @@ class Proxy:
         try:
             if path == OWN_PREFIX or path.startswith(OWN_PREFIX + b"/"):
                 await incoming.body.read()
-                incoming.reply(self._own_route(incoming.head.method, path))
+                incoming.reply(self._own_route(incoming.head, path))
             else:
                 await Exchange(self.state, incoming).run()
         except Exception:

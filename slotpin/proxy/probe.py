@@ -46,6 +46,15 @@ class Probe:
         """The server's slots, at most five seconds old, or why they are not known."""
         if (kept := self._verified.get(target)) is not None:
             return kept[0]
+        return await self._shared(target)
+
+    async def look(self, target: Target) -> Probed:
+        """The server's slots as they are from now on: not an answer that is on its way already."""
+        if (running := self._running.get(target)) is not None:
+            await asyncio.shield(running)
+        return await self._shared(target)
+
+    async def _shared(self, target: Target) -> Probed:
         task = self._running.get(target)
         if task is None:
             task = asyncio.create_task(self._ask(target))
@@ -68,9 +77,12 @@ class Probe:
         return build
 
     def latest(self, target: Target) -> tuple[Topology, float] | None:
-        """The last verified topology, however old, and its age in seconds: for people, not for decisions."""
-        kept = self._latest.get(target)
-        return None if kept is None else (kept[0], self._clock() - kept[1])
+        """The last verified topology, however old, and when it was asked for."""
+        return self._latest.get(target)
+
+    def known_build(self, target: Target) -> str | None:
+        """None where it was not asked for yet, or the server may be another process."""
+        return self._builds.get(target)
 
     def forget(self, target: Target) -> None:
         """The server broke off: it may come back with other slots."""
@@ -85,9 +97,10 @@ class Probe:
 
     async def _ask(self, target: Target) -> Probed:
         self.asked += 1
+        asked_at = self._clock()
         probed = await self._get(target)
         if isinstance(probed, Topology):
-            self._verified[target] = self._latest[target] = (probed, self._clock())
+            self._verified[target] = self._latest[target] = (probed, asked_at)
         else:
             self.failed += 1
         return probed
@@ -97,7 +110,7 @@ class Probe:
             async with asyncio.timeout(self._seconds):
                 status, body = await self._fetch(target, "/slots")
         except TimeoutError:
-            return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s")
+            return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s", silent=True)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Unverified(Reason.PROBE_FAILED, _unreachable(error))
         if status != 200:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from slotpin.pinning.decision import Decision
+from slotpin.pinning.message_end import Shape
 from slotpin.pinning.reasons import EXPLANATIONS, explain
 from slotpin.proxy.headers import Header
 
@@ -26,6 +28,14 @@ _PHRASES = {
     502: b"Bad Gateway",
     503: b"Service Unavailable",
 }
+
+
+# Of an error text that is no JSON.
+_SHOWN_BYTES = 2000
+
+
+class _ErrorBody(msgspec.Struct):
+    error: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,19 @@ def error(status: int, code: str, message: str, headers: tuple[Header, ...] = ()
         {"error": {"message": f"slotpin: {message}", "type": "slotpin_error", "param": None, "code": code}}
     )
     return Reply(status, body, ((b"Content-Type", b"application/json"), *headers))
+
+
+def late_error(shape: Shape, status: int, body: bytes) -> bytes:
+    """An error as an event, the way llama-server sends those that come up in a stream (format_error,
+    tools/server/server-context.cpp). `body` is the error answer that the client can't get any more."""
+    try:
+        said = msgspec.json.decode(body, type=_ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        text = body[:_SHOWN_BYTES].decode("utf-8", "replace")
+        said = {"code": status, "message": text or f"HTTP{status}", "type": "server_error"}
+    if shape is Shape.ANTHROPIC:
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(said)
+    return b"data: %b\n\n" % msgspec.json.encode({"error": said})
 
 
 def refusal(decision: Decision) -> Reply:

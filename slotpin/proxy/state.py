@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from slotpin.config import Settings, pin_relevant
+from slotpin.observe.history import History
 from slotpin.observe.log import Log
 from slotpin.observe.warnings import Warner
 from slotpin.pinning.bindings import Bindings
+from slotpin.pinning.conversations import Conversations, SessionId
 from slotpin.pinning.decision import PinSettings
 from slotpin.pinning.endpoints import same_endpoint, server_root
 from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Role
 from slotpin.proxy.probe import Probe, Target
+from slotpin.proxy.server import Server
 from slotpin.proxy.upstream import Address, UpstreamPool
 
 
@@ -28,6 +31,13 @@ class Running:
     main: Address
     compactor: Address
     probe_target: Target
+    session_headers: tuple[str, ...]
+    session_fields: tuple[str, ...]
+
+    @property
+    def retry_seconds(self) -> float:
+        """After how long a server that pinning did not help is looked at again."""
+        return self.settings.reuse.retry_seconds
 
     @classmethod
     def of(cls, settings: Settings, generation: int) -> Running:
@@ -47,6 +57,8 @@ class Running:
             main=_address(main),
             compactor=_address(compactor),
             probe_target=Target(server_root(compactor), settings.compactor.api_key.get_secret_value()),
+            session_headers=settings.conversations.session_headers,
+            session_fields=settings.conversations.session_fields,
         )
 
 
@@ -59,12 +71,15 @@ class State:
         self.started = clock()
         self.running = Running.of(settings, generation=1)
         self.bindings = Bindings()
+        self.conversations = Conversations()
         self.probe = Probe(clock)
         self.warner = Warner(log, clock)
+        self.history = History()
         self.decisions: Counter[tuple[Role, str]] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.relayed = 0
         self._pools: dict[Address, UpstreamPool] = {}
+        self._servers: dict[Target, Server] = {}
 
     def apply(self, settings: Settings) -> None:
         """Put new settings in force. Exchanges under way go on with theirs."""
@@ -82,7 +97,25 @@ class State:
             self._pools[address] = pool
         return pool
 
+    def server(self, target: Target) -> Server:
+        server = self._servers.get(target)
+        if server is None:
+            server = self._servers[target] = Server(self.probe, target, self.clock)
+        return server
+
+    def forget(self, ids: Sequence[SessionId]) -> bool:
+        """Forget a session's conversation, so that its slot is free for another; whether it was known."""
+        conversation = self.conversations.named(ids)
+        if conversation is None:
+            return False
+        self.conversations.forget(conversation.key)
+        for server in self._servers.values():
+            server.placement.forget(conversation.key)
+        return True
+
     async def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
         for pool in self._pools.values():
             pool.close()
         await self.probe.close()

@@ -7,7 +7,17 @@ import pytest
 from slotpin import __version__
 from tests.support.program import run
 
-COMMANDS = [(), ("serve",), ("up",), ("build",), ("config",), ("config", "check"), ("config", "show")]
+COMMANDS = [
+    (),
+    ("serve",),
+    ("up",),
+    ("build",),
+    ("doctor",),
+    ("verify",),
+    ("config",),
+    ("config", "check"),
+    ("config", "show"),
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

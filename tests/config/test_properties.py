@@ -109,6 +109,14 @@ VALID: dict[str, st.SearchStrategy[object]] = {
     "llamaCppSlots.enabled": st.sampled_from([False, "auto", True]),
     "llamaCppSlots.mainIdSlot": slot_ids,
     "llamaCppSlots.compactorIdSlot": slot_ids,
+    "conversations.slots": st.sampled_from(["auto", "main-only"]) | st.lists(slot_ids, max_size=4).map(tuple),
+    "conversations.sessionHeaders": st.lists(st.from_regex(r"[a-z-]+", fullmatch=True), max_size=3).map(tuple),
+    "conversations.sessionFields": st.lists(st.from_regex(r"[a-z_]+(\.[a-z_]+)?", fullmatch=True), max_size=3).map(
+        tuple
+    ),
+    "gate.waitSeconds": seconds | st.just(0),
+    "gate.keepAliveSeconds": seconds | st.just(0),
+    "reuse.retrySeconds": st.integers(0, 31536000),
     "recognisers.custom": st.lists(rules, max_size=3, unique_by=lambda rule: str(rule["name"])),
     "log.format": st.sampled_from(["auto", "console", "json"]),
     "log.level": st.sampled_from(["debug", "info", "warning", "error"]),

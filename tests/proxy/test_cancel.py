@@ -204,10 +204,11 @@ async def test_many_that_leave_at_once() -> None:
         await connection.send(SSE_HEAD, chunk(b"data: x\n\n"))
         await connection.gone()
 
-    async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
+    async with stub_upstream(script, slots=202) as stub, running_proxy(settings_for(stub)) as running:
         clients = [await running.client() for _ in range(200)]
-        for client in clients:
-            client.send_nowait(request("POST", CHAT, b"{}"))
+        for number, client in enumerate(clients):
+            # Each a conversation with a slot of its own, so that none has to wait.
+            client.send_nowait(request("POST", CHAT, b'{"messages":[%d]}' % number))
         await until(lambda: len(stub.requests) == 200, "all are with the server")
         for client in clients:
             client.leave()

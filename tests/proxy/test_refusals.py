@@ -137,7 +137,7 @@ async def test_ambiguous_overlap() -> None:
 
     async with stub_upstream(script, slots=3) as stub, running_proxy(settings_for(stub)) as running:
         client = await running.client()
-        await client.send(request("POST", CHAT, b'{"hang":1}'))
+        await client.send(request("POST", CHAT, b'{"hang":1,"id_slot":2}'))
         await until(lambda: bool(stub.requests), "the first main request is with the server")
         stub.slots = answer(b'[{"id":0},{"id":1}]')
         running.proxy.state.probe.forget(running.proxy.state.running.probe_target)
@@ -337,13 +337,13 @@ async def test_a_cause_is_warned_of_once() -> None:
         for _ in range(20):
             await running.fetch()
             await running.fetch(SIDE)
-        (warning,) = running.logged("unsafe")
+        (warning,) = running.logged("warning")
         assert (warning["level"], warning["cause"]) == ("warning", "too_few_slots")
         assert "--parallel 2" in warning["message"]
         (shown,) = (await running.status())["warnings"]
         assert (shown["cause"], shown["count"]) == ("too_few_slots", 40)
         await running.fetch(body=b'{"cache_prompt":false}')
-        assert [event["cause"] for event in running.logged("unsafe")] == ["too_few_slots", "cache_prompt_off"]
+        assert [event["cause"] for event in running.logged("warning")] == ["too_few_slots", "cache_prompt_off"]
 
 
 def test_a_cause_is_warned_of_again_after_a_minute() -> None:

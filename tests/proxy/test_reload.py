@@ -189,8 +189,8 @@ async def test_an_exchange_under_way_keeps_its_settings() -> None:
         assert len(other.requests) == 1
 
         await half.send(whole[-4:])
-        assert (await half.read_response()).get(b"X-Slotpin-Slot") == b"0"
         go_on.set()
+        assert (await half.read_response()).get(b"X-Slotpin-Slot") == b"0"
         assert await client.read_chunk() == DONE
         assert await client.read_chunk() == b""
         assert [got.body.count(b'"id_slot":0') for got in stub.requests] == [1, 1]

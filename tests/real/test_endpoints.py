@@ -65,6 +65,8 @@ def assert_complete(answer: Answer, route: Route, stream: bool) -> None:
         assert text_of(answer, route).count(" ") == 4  # each of the tiny model's tokens is a space and a word
 
 
+# The routes take turns in one conversation, which has the main slot.
+ONE_SESSION = {"X_Slotpin_Session": "one"}
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
@@ -75,7 +77,7 @@ def test_main_runs_on_slot_0_and_the_compactor_on_slot_1(
 ) -> None:
     for prefix, role, slot in (("", "main", 0), ("/main", "main", 0), ("/compactor", "compactor", 1)):
         before = len(two_slots.selections)
-        answer = shared.post(prefix + route.path, route.body | {"stream": stream})
+        answer = shared.post(prefix + route.path, route.body | {"stream": stream}, **ONE_SESSION)
         assert_complete(answer, route, stream)
         assert (answer.role, answer.slot, answer.reason, answer.warning) == (role, slot, "pinned", "")
         # llama-server's own view
@@ -131,15 +133,15 @@ def test_a_recognised_summary(shared: Slotpin) -> None:
 
 
 def test_an_error_of_the_server_comes_through_and_drops_the_binding(shared: Slotpin, two_slots: Llama) -> None:
-    shared.post("/v1/chat/completions", chat())
+    shared.post("/v1/chat/completions", chat(), **ONE_SESSION)
     body = chat("many words " * 40_000)
-    answer = shared.post("/v1/chat/completions", body)
+    answer = shared.post("/v1/chat/completions", body, **ONE_SESSION)
     direct = fetch(f"{two_slots.url}/v1/chat/completions", body)
     assert (answer.status, answer.body) == (direct.status, direct.body)
     assert answer.status == 400
     assert answer.error["type"] == "exceed_context_size_error"
-    assert shared.bindings == (0, 0)
-    assert shared.post("/compactor/v1/chat/completions", chat()).error["code"] == "no_binding"
+    assert shared.bindings[0] == 0
+    assert shared.post("/compactor/v1/chat/completions", chat(), **ONE_SESSION).error["code"] == "no_binding"
 
 
 @pytest.mark.parametrize("path", ["/health", "/props", "/v1/models", "/models", "/no/such/route", "/lora-adapters"])

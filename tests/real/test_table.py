@@ -91,7 +91,7 @@ def check(proxy: Slotpin, answer: Answer, role: str, row: Row, slots: int | None
     assert answer.error["message"].startswith("slotpin: ")
     assert not [word for word in RETRIED if word in answer.error["message"].lower()]
     if row.warning is not None:
-        warned = proxy.program.events("unsafe", cause=row.reason)[0]
+        warned = proxy.program.events("warning", cause=row.reason)[0]
         assert row.warning in f"{row.reason}: {warned['message']}"
 
 

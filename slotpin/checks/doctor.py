@@ -1,0 +1,287 @@
+"""`slotpin doctor`: is everything there that keeps the main conversation's cache, and what mends what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from slotpin.checks.client import NoAnswerError, Server, session
+from slotpin.checks.findings import Finding, Level
+from slotpin.checks.idle_slots import Idle, Seen, provoke, without_provoking
+from slotpin.checks.look import Props, Slot, Trouble, is_patched, read_models, read_props, read_slots
+from slotpin.checks.pi_models import believed, models_file
+from slotpin.config import Listen, Loaded, Settings
+from slotpin.errors import UserError
+from slotpin.pinning.endpoints import same_endpoint, server_root
+from slotpin.pinning.ids import normalise
+
+RECOMMENDED = "llama-server … --parallel 2 --kv-unified --no-cache-idle-slots --slots"
+NO_CLEARING = "llama-server … --no-cache-idle-slots   # or slotpin up, whose server clears only to make room"
+
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`probe` None: two short prompts are sent if no slot is in use; True: if two are free; False: never."""
+
+    probe: bool | None
+    environ: Mapping[str, str]
+
+
+async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]:
+    """All findings, in the order in which a person would look."""
+    try:
+        loaded = load()
+    except UserError as error:
+        return [
+            Finding(Level.UNSAFE, "configuration", line, "slotpin config check FILE   # after mending it")
+            for line in str(error).splitlines()
+        ]
+    settings = loaded.settings
+    findings = configuration(loaded)
+    async with session() as http:
+        findings += await _slotpin(http, settings)
+        server = Server(http, server_root(settings.compactor.base_url), settings.compactor.api_key.get_secret_value())
+        if not same_endpoint(settings.main.base_url, settings.compactor.base_url):
+            return [*findings, *await _two_servers(http, settings, server)]
+        return [*findings, *await _server(server, settings, options)]
+
+
+def configuration(loaded: Loaded) -> list[Finding]:
+    settings = loaded.settings
+    where = f"{loaded.path} is valid" if loaded.path else "no file, the defaults are in force"
+    findings = [Finding(Level.OK, "configuration", where)]
+    findings += [Finding(Level.BETTER, "configuration", note, "slotpin config show") for note in loaded.notes]
+    if settings.llama_cpp_slots.enabled is False:
+        text = "llamaCppSlots.enabled is false: everything is passed on as it came, nothing is pinned"
+        remedy = 'slotpin serve --enabled auto   # or llamaCppSlots.enabled: "auto" in the file'
+        findings.append(Finding(Level.BETTER, "pinning", text, remedy))
+    if same_endpoint(settings.main.base_url, listen_url(settings.listen)):
+        text = f"main.baseUrl is slotpin's own address, {settings.main.base_url}: requests would run in a circle"
+        findings.append(Finding(Level.UNSAFE, "configuration", text, "slotpin serve --upstream http://HOST:PORT/v1"))
+    return findings
+
+
+def listen_url(listen: Listen) -> str:
+    """Where a client on this machine reaches slotpin."""
+    host = _ANY_ADDRESS.get(listen.host, listen.host)
+    return f"http://[{host}]:{listen.port}" if ":" in host else f"http://{host}:{listen.port}"
+
+
+# --- slotpin itself -------------------------------------------------------------------------------------------------
+
+
+class Endpoints(msgspec.Struct):
+    main: str
+
+
+class Status(msgspec.Struct):
+    """What is read of `/slotpin/status`."""
+
+    version: str
+    mode: bool | str
+    endpoints: Endpoints
+
+
+async def slotpin_status(http: aiohttp.ClientSession, url: str) -> Status | None:
+    """None: something else than slotpin listens there. Raises NoAnswerError when nothing does."""
+    reply = await Server(http, url, "none").get("/slotpin/status")
+    return reply.read(Status) if reply.status == 200 else None
+
+
+async def _slotpin(http: aiohttp.ClientSession, settings: Settings) -> list[Finding]:
+    if settings.listen.port == 0:
+        return [Finding(Level.NOTE, "slotpin", "listen.port is 0, any free one: it was not looked for")]
+    url = listen_url(settings.listen)
+    try:
+        status = await slotpin_status(http, url)
+    except NoAnswerError:
+        return [Finding(Level.NOTE, "slotpin", f"is not running on {url}", "slotpin serve")]
+    if status is None:
+        text = f"another program listens on {url}, so slotpin can't"
+        return [Finding(Level.BETTER, "slotpin", text, "slotpin serve --port PORT   # one that is free")]
+    return [_running(status, url, settings)]
+
+
+def _running(status: Status, url: str, settings: Settings) -> Finding:
+    running = f"{status.version} runs on {url}"
+    if not same_endpoint(status.endpoints.main, settings.main.base_url):
+        text = f"{running}, but in front of {status.endpoints.main} and not of {settings.main.base_url}"
+        return Finding(Level.BETTER, "slotpin", text, "slotpin serve   # anew, with this configuration")
+    if status.mode != settings.llama_cpp_slots.enabled:
+        text = f"{running}, but with enabled: {_mode(status.mode)} and not {_mode(settings.llama_cpp_slots.enabled)}"
+        return Finding(Level.BETTER, "slotpin", text, "slotpin serve   # anew, with this configuration")
+    return Finding(Level.OK, "slotpin", running)
+
+
+def _mode(mode: bool | str) -> str:
+    return str(mode).lower()
+
+
+# --- llama-server ---------------------------------------------------------------------------------------------------
+
+
+async def _two_servers(http: aiohttp.ClientSession, settings: Settings, compactor: Server) -> list[Finding]:
+    """Nothing is pinned then; each has to be there."""
+    text = "main and side requests have servers of their own: nothing needs to be pinned"
+    findings = [Finding(Level.OK, "pinning", text)]
+    try:
+        await Server(http, server_root(settings.main.base_url), "none").get("/health")
+    except NoAnswerError as error:
+        findings.append(Finding(Level.UNSAFE, "main server", f"{server_root(settings.main.base_url)}: {error}"))
+    props = await read_props(compactor)
+    if isinstance(props, Trouble):
+        findings.append(Finding(Level.UNSAFE, f"side {props.check}", props.text, props.remedy))
+    return findings
+
+
+async def _server(server: Server, settings: Settings, options: Options) -> list[Finding]:
+    props = await read_props(server)
+    if isinstance(props, Trouble):
+        return [_unsafe(props)]
+    findings = [build(server.root, props.build_info), Finding(Level.OK, "API key", "accepted, or none is wanted")]
+    if props.role == "router":
+        return [*findings, await _router(server)]
+    if props.is_sleeping:
+        text = "the server sleeps, which has emptied its slots; they were not looked at, as that would wake it"
+        return [*findings, Finding(Level.BETTER, "slots", text, "llama-server … --sleep-idle-seconds -1")]
+    slots = await read_slots(server)
+    if isinstance(slots, Trouble):
+        return [*findings, _unsafe(slots)]
+    findings += slot_count(slots, settings)
+    findings += contexts(slots, settings)
+    findings += _pi(slots, settings, options.environ)
+    if len(slots) > 1:
+        seen = await _idle(server, slots, options)
+        findings += [memory(slots, seen), idle_slots(seen, settings, patched=is_patched(props.build_info))]
+    return [*findings, anthropic_route(props)]
+
+
+def _unsafe(trouble: Trouble) -> Finding:
+    return Finding(Level.UNSAFE, trouble.check, trouble.text, trouble.remedy)
+
+
+def build(root: str, build_info: str) -> Finding:
+    where = f"{root} runs {build_info or 'an unknown build'}"
+    if is_patched(build_info):
+        return Finding(Level.OK, "llama-server", f"{where}, slotpin's own")
+    if "+slotpin." in build_info:
+        text = f"{where}: other patches than this slotpin's, so it counts as a stock server"
+        return Finding(Level.BETTER, "llama-server", text, "slotpin build")
+    return Finding(Level.OK, "llama-server", f"{where}, a stock server")
+
+
+async def _router(server: Server) -> Finding:
+    models = await read_models(server)
+    loaded = [model.id for model in models if model.status and model.status.value == "loaded"]
+    text = (
+        f"router mode ({len(models)} models, loaded: {', '.join(loaded) or 'none'}): slots belong to a model there, "
+        "so they can't be verified"
+    )
+    return Finding(Level.UNSAFE, "slots", text, RECOMMENDED.replace("…", "--model FILE"))
+
+
+def slot_count(slots: Sequence[Slot], settings: Settings) -> list[Finding]:
+    """How many there are, and whether main and side requests get different ones."""
+    count, pin = len(slots), settings.llama_cpp_slots
+    if count < 2:
+        text = f"{count} slot: side requests can't be kept apart from the main conversation"
+        return [Finding(Level.UNSAFE, "slots", text, RECOMMENDED)]
+    main, compactor = normalise(pin.main_id_slot, count), normalise(pin.compactor_id_slot, count)
+    if main == compactor:
+        text = f"mainIdSlot {pin.main_id_slot} and compactorIdSlot {pin.compactor_id_slot} are slot {main} of {count}"
+        remedy = "slotpin serve --set llamaCppSlots.mainIdSlot=0 --set llamaCppSlots.compactorIdSlot=1"
+        return [Finding(Level.UNSAFE, "slots", text, remedy)]
+    return [Finding(Level.OK, "slots", f"{count}: main requests on slot {main}, side requests on slot {compactor}")]
+
+
+def contexts(slots: Sequence[Slot], settings: Settings) -> list[Finding]:
+    """Each slot's context; a main slot that is smaller than another is a waste."""
+    known = {slot.id: slot.n_ctx for slot in slots if slot.n_ctx}
+    if len(known) < len(slots) or not slots:
+        return [Finding(Level.NOTE, "context", "the server does not say how much each slot has")]
+    largest = max(known, key=lambda slot: known[slot])
+    smaller = [f"slot {slot} has {n_ctx}" for slot, n_ctx in known.items() if n_ctx < known[largest]]
+    if not smaller:
+        return [Finding(Level.OK, "context", f"{known[largest]} tokens a slot")]
+    main = _main_slot(slots, settings)
+    if main.n_ctx != known[largest]:
+        text = f"the main slot {main.id} has {main.n_ctx} tokens, slot {largest} has {known[largest]}"
+        return [Finding(Level.BETTER, "context", text, f"slotpin serve --set llamaCppSlots.mainIdSlot={largest}")]
+    text = f"{known[largest]} tokens in the main slot; {', '.join(smaller)}: such slots are taken last"
+    return [Finding(Level.NOTE, "context", text)]
+
+
+def _main_slot(slots: Sequence[Slot], settings: Settings) -> Slot:
+    return slots[normalise(settings.llama_cpp_slots.main_id_slot, len(slots))]
+
+
+def _pi(slots: Sequence[Slot], settings: Settings, environ: Mapping[str, str]) -> list[Finding]:
+    """What Pi believes a conversation may have, against what the main slot has."""
+    file = models_file(environ)
+    models = believed(file, listen_url(settings.listen))
+    n_ctx = _main_slot(slots, settings).n_ctx if slots else None
+    if isinstance(models, str):
+        return [Finding(Level.NOTE, "Pi", f"{file} can't be read: {models}")]
+    if not models or not n_ctx:
+        return []
+    findings = [
+        Finding(
+            Level.BETTER,
+            "Pi",
+            f"believes that {each.model} has {each.context_window} tokens, the slot has {n_ctx}: long turns will fail",
+            f'"contextWindow": {n_ctx} for {each.provider}/{each.model} in {file}',
+        )
+        for each in models
+        if each.context_window > n_ctx
+    ]
+    fits = f"its contextWindow for slotpin ({max(each.context_window for each in models)}) fits into the slot"
+    return findings or [Finding(Level.OK, "Pi", fits)]
+
+
+async def _idle(server: Server, slots: Sequence[Slot], options: Options) -> Seen:
+    if options.probe is False:
+        return without_provoking(slots, "left out: --no-probe")
+    seen = await provoke(server, slots, careful=options.probe is None)
+    return without_provoking(slots, seen.detail) if seen.idle is Idle.UNKNOWN else seen
+
+
+def memory(slots: Sequence[Slot], seen: Seen) -> Finding:
+    """One pool for all slots, or a part for each: the server says neither, but two effects tell."""
+    if seen.idle is Idle.CLEARED:
+        return Finding(Level.OK, "KV memory", "unified: the slots share one pool, as the cleared slot shows")
+    largest = max((slot.n_ctx or 0 for slot in slots), default=0)
+    held = sum(slot.n_prompt_tokens or 0 for slot in slots)
+    if 0 < largest < held:
+        return Finding(Level.OK, "KV memory", f"more than one slot's context: the slots hold {held} tokens together")
+    text = "unified or split is unknown, as the server does not show it; if unified, all slots share the context"
+    return Finding(Level.NOTE, "KV memory", text, "grep kv_unified LOG   # llama-server's own")
+
+
+def idle_slots(seen: Seen, settings: Settings, *, patched: bool) -> Finding:
+    # enabled: true pins in any case; otherwise slotpin notices the empty slot and leaves the choice to the server.
+    level = Level.UNSAFE if settings.llama_cpp_slots.enabled is True else Level.BETTER
+    match seen.idle:
+        case Idle.KEPT:
+            return Finding(Level.OK, "idle slots", seen.detail)
+        case Idle.UNKNOWN:
+            return Finding(Level.NOTE, "idle slots", seen.detail)
+        case Idle.CLEARED:
+            text = f"the server clears them: {seen.detail}; a pinned conversation would lose its cache"
+            return Finding(level, "idle slots", text, NO_CLEARING)
+        case Idle.EMPTIED if patched:
+            text = f"{seen.detail}: there was no room for all"
+            return Finding(Level.BETTER, "idle slots", text, "slotpin up --ctx-size N   # a larger one")
+        case Idle.EMPTIED:
+            return Finding(level, "idle slots", f"the server seems to clear them: {seen.detail}", NO_CLEARING)
+
+
+def anthropic_route(props: Props) -> Finding:
+    if is_patched(props.build_info):
+        return Finding(Level.OK, "/v1/messages", "heeds id_slot")
+    text = "a stock server ignores id_slot there: requests on the Anthropic route are not pinned"
+    return Finding(Level.NOTE, "/v1/messages", text, "slotpin up   # its own server heeds it")

@@ -1,0 +1,187 @@
+"""Which slot each conversation has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cachetools import LRUCache, TTLCache
+
+from slotpin.pinning.ids import normalise
+from slotpin.pinning.topology import Topology
+
+# The main slot goes to another conversation only after its own has been silent for so long; and for so long a
+# conversation counts when it is asked how many slots would be enough. Seconds.
+IDLE_LIMIT = 3600.0
+
+_MAX_CONVERSATIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """`shared`: no slot was left for this conversation alone. `enough`: the `--parallel` that would do."""
+
+    slot: int
+    shared: bool
+    enough: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """`used`: when its conversation was last there, in the caller's seconds."""
+
+    key: str
+    used: float
+
+
+class Placement:
+    """The homes of conversations on one server. A slot is the home of one conversation at most, which keeps it until
+    another one needs it. Who finds no home shares the main slot, and looks again at each turn.
+
+    As long as no side request has used the compactor's slot, that is lent: it costs nothing there, while each change
+    of conversation on the main slot may cost everything. Once one has, the next would cut what was lent.
+    """
+
+    def __init__(self) -> None:
+        self._layout: tuple[tuple[int, ...], int, int] | None = None
+        self._now = 0.0
+        self._compactor_used = False
+        # By slot: whose home it is, and who was placed there last.
+        self._homes: dict[int, _Home] = {}
+        self._owner: dict[int, str] = {}
+        # By conversation: where it was placed last, and how often lately.
+        self._last_slot: LRUCache[str, int] = LRUCache(_MAX_CONVERSATIONS)
+        self._lately: TTLCache[str, int] = TTLCache(_MAX_CONVERSATIONS, IDLE_LIMIT, timer=lambda: self._now)
+
+    def place(
+        self,
+        key: str,
+        topology: Topology,
+        main: int,
+        compactor: int,
+        slots: Literal["auto", "main-only"] | tuple[int, ...],
+        busy: Collection[int],
+        now: float,
+    ) -> Placed:
+        """The slot for the next turn of conversation `key`.
+
+        `main` and `compactor` are the roles' slots on `topology`, `busy` the slots with an exchange in flight.
+        """
+        if self._layout not in (None, (topology.ids, main, compactor)):
+            self.reset()
+        self._layout = (topology.ids, main, compactor)
+        if slots == "main-only":  # the user's own choice: nothing to warn of
+            self.note(key, main, now)
+            return Placed(main, shared=False, enough=None)
+        further = _further(topology, main, compactor, slots)
+        home = self._home_of(key, [main, *further])
+        if home is None:
+            home = self._free_home(topology, main, further, busy, now)
+        if home is not None:
+            self._move(key, home, now)
+            self._ran(key, home, now)
+            return Placed(home, shared=False, enough=None)
+        slot = self._shared_slot(key, main, compactor, busy, lend=slots == "auto")
+        self._leave(key)
+        if slot == compactor:
+            self._move(key, slot, now)
+        self._ran(key, slot, now)
+        return Placed(slot, shared=True, enough=self._enough(key))
+
+    def note(self, key: str, slot: int, now: float) -> None:
+        """The client's own choice was this slot, or the server's. It becomes the conversation's home if it is free."""
+        if slot not in self._homes or self._homes[slot].key == key:
+            self._move(key, slot, now)
+        self._ran(key, slot, now)
+
+    def slot_of(self, key: str) -> int | None:
+        """Where the conversation was placed last; None once another one has taken its home."""
+        if (slot := self._last_slot.get(key)) is not None:
+            return slot
+        return self._home_of(key, self._homes)
+
+    def owner(self, slot: int) -> str | None:
+        """Who was placed there last: the slot holds that conversation's tokens, once its turn has run."""
+        return self._owner.get(slot)
+
+    def compactor_used(self, now: float) -> None:
+        """A side request has run on the compactor's slot: from now on that is lent to nobody."""
+        self._now = now
+        self._compactor_used = True
+
+    def forget(self, key: str) -> None:
+        self._leave(key)
+        self._last_slot.pop(key, None)
+        self._lately.pop(key, None)
+        for slot in [slot for slot, owner in self._owner.items() if owner == key]:
+            del self._owner[slot]
+
+    def reset(self) -> None:
+        """The server has restarted, or the slots have other ids or roles: nothing is where it was."""
+        self._layout = None
+        self._compactor_used = False
+        self._homes.clear()
+        self._owner.clear()
+        self._last_slot.clear()
+        self._lately.clear()
+
+    def _home_of(self, key: str, slots: Iterable[int]) -> int | None:
+        return next((slot for slot in slots if slot in self._homes and self._homes[slot].key == key), None)
+
+    def _free_home(
+        self, topology: Topology, main: int, further: Sequence[int], busy: Collection[int], now: float
+    ) -> int | None:
+        """A slot that is nobody's home, or the one that can best be taken; None where there is none."""
+        candidates = list(further)
+        holder = self._homes.get(main)
+        if holder is None or (now - holder.used > IDLE_LIMIT and main not in busy):
+            candidates.append(main)
+        # A server that doesn't say is taken to divide its context evenly.
+        sizes = {slot.id: slot.n_ctx or 0 for slot in topology.slots}
+
+        def rank(slot: int) -> tuple[bool, int, bool, float, int]:
+            home = self._homes.get(slot)
+            if home is not None:
+                order, within = 3, home.used
+            else:
+                order, within = (0 if slot == main else 2 if slot in self._owner else 1), -sizes[slot]
+            return slot in busy, order, sizes[slot] < sizes[main], within, slot
+
+        return min(candidates, key=rank, default=None)
+
+    def _shared_slot(self, key: str, main: int, compactor: int, busy: Collection[int], *, lend: bool) -> int:
+        if not lend or self._compactor_used:
+            return main
+        if self._home_of(key, [compactor]) is not None:
+            return compactor
+        if self._owner.get(main) == key:
+            return main  # its tokens are still there
+        return main if compactor in busy and main not in busy else compactor
+
+    def _enough(self, key: str) -> int:
+        """Slots for the conversations seen lately and a compactor; a single request is no conversation yet."""
+        return max(3, sum(turns > 1 or other == key for other, turns in self._lately.items()) + 1)
+
+    def _move(self, key: str, slot: int, now: float) -> None:
+        self._leave(key)
+        former = self._homes.get(slot)
+        if former is not None and self._last_slot.get(former.key) == slot:
+            del self._last_slot[former.key]
+        self._homes[slot] = _Home(key, now)
+
+    def _leave(self, key: str) -> None:
+        if (home := self._home_of(key, self._homes)) is not None:
+            del self._homes[home]
+
+    def _ran(self, key: str, slot: int, now: float) -> None:
+        self._now = now
+        self._owner[slot] = key
+        self._last_slot[key] = slot
+        self._lately[key] = self._lately.get(key, 0) + 1
+
+
+def _further(topology: Topology, main: int, compactor: int, slots: Literal["auto"] | tuple[int, ...]) -> list[int]:
+    """The slots that conversations after the first may have."""
+    allowed = topology.ids if slots == "auto" else {normalise(slot, topology.count) for slot in slots}
+    return [slot for slot in topology.ids if slot in allowed and slot not in (main, compactor)]

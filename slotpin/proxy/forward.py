@@ -1,0 +1,96 @@
+"""The way there: one request goes to its server, its answer to the client, and a failure becomes an error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from slotpin.proxy.answer import Answer
+from slotpin.proxy.headers import upstream_head
+from slotpin.proxy.listener import Incoming
+from slotpin.proxy.replies import error
+from slotpin.proxy.state import Running, State
+from slotpin.proxy.upstream import Address, StaleConnectionError, UpstreamConnection, UpstreamError
+
+Forwarded = Literal["completed", "upstream_broke", "upstream_refused", "unreachable"]
+
+
+class Forward:
+    """For one exchange. `reached`: the server has been sent something, and may be working on it."""
+
+    def __init__(self, state: State, running: Running, incoming: Incoming) -> None:
+        self._state = state
+        self._running = running
+        self._incoming = incoming
+        self.reached = False
+
+    async def send(
+        self, address: Address, target: bytes, body: bytes | None, answer: Answer, authorization: bytes | None
+    ) -> Forwarded:
+        """Send the request and relay its answer. `body` None: pass the client's on while it arrives."""
+        incoming = self._incoming
+        if body is None and incoming.body.complete:
+            body = await incoming.body.read()
+        length = incoming.head.content_length if body is None else len(body)
+        if target != b"*":
+            target = address.root.encode() + target
+        head = upstream_head(incoming.head, target, address.host_header, length, authorization)
+        pool = self._state.pool(address)
+        connection: UpstreamConnection | None = None
+        await incoming.flow.drain()  # of the answer before, where requests were sent ahead
+        try:
+            # What is passed on while it arrives can't be sent again, so it gets a connection that can't be stale.
+            connection = await pool.acquire(fresh=body is None)
+            try:
+                await self._transfer(connection, head, body, answer, sized=length is not None)
+            except StaleConnectionError:
+                if body is None:
+                    raise
+                connection = None
+                connection = await pool.acquire(fresh=True)
+                await self._transfer(connection, head, body, answer, sized=True)
+        except UpstreamError as problem:
+            # It may come back with other slots.
+            self._state.probe.forget(self._running.probe_target)
+            if answer.status:
+                incoming.abort()
+                return "completed" if answer.message_ended else "upstream_broke"
+            what = "cannot reach llama-server at" if connection is None else "no answer from llama-server at"
+            answer.fail(error(502, "upstream_unreachable", f"{what} {address.url}: {problem}"))
+            return "unreachable"
+        finally:
+            if connection is not None:
+                # The next request of this connection, sent ahead, may have set its own already.
+                if incoming.flow.on_change == connection.throttle:
+                    incoming.flow.on_change = None
+                pool.release(connection)
+        if answer.status >= 400:
+            return "upstream_refused"
+        return "completed" if answer.message_ended else "upstream_broke"
+
+    async def _transfer(
+        self, connection: UpstreamConnection, head: bytes, body: bytes | None, answer: Answer, *, sized: bool
+    ) -> None:
+        """One try: until the answer is complete. Raises UpstreamError."""
+        self._incoming.flow.on_change = connection.throttle
+        connection.start(self._incoming.head.method, head, answer)
+        self.reached = True
+        if body is not None:
+            if body:
+                connection.write(body)
+            await answer.wait()
+            return
+        upload = asyncio.create_task(self._upload(connection, sized))
+        try:
+            await answer.wait()
+        finally:
+            if not upload.done():
+                upload.cancel()
+                connection.abort()  # the answer came early: half a request is left on this connection
+
+    async def _upload(self, connection: UpstreamConnection, sized: bool) -> None:
+        async for piece in self._incoming.body.pieces():
+            connection.write(piece if sized else b"%x\r\n%b\r\n" % (len(piece), piece))
+            await connection.flow.drain()
+        if not sized:
+            connection.write(b"0\r\n\r\n")

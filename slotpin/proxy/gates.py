@@ -1,0 +1,207 @@
+"""One gate a slot: a request that is to be pinned waits here, not in llama-server, until its slot is free there.
+
+llama-server swaps its host-memory cache into a pinned request's slot before it looks whether that slot is running
+(get_available_slot, tools/server/server-context.cpp): the answer being generated would go on with another
+conversation's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from slotpin.pinning.decision import Probed, Unverified
+from slotpin.pinning.topology import Topology
+
+# Asked every second or more often, llama-server would not notice that a client has left.
+LOOK_SECONDS = 2.0
+# It polls for a vanished client once a second (HTTP_POLLING_SECONDS): sooner there is nothing to see.
+FIRST_LOOK_SECONDS = 1.1
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """One exchange's place at a gate, from `enter` to `leave`. `slot` None: it passes no gate.
+
+    `pinned`: its slot is in the request; else the server chooses one. `running`: the server has begun, so that it has
+    its slot.
+    """
+
+    slot: int | None
+    who: str
+    since: float
+    pinned: bool = False
+    running: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Gate:
+    """`unsettled`: the exchange before is over for us since `left_at`, but perhaps not for the server."""
+
+    holder: Pass | None = None
+    waiting: deque[tuple[Pass, asyncio.Future[None]]] = field(default_factory=deque)
+    unsettled: bool = False
+    left_at: float = 0.0
+
+    @property
+    def free(self) -> bool:
+        return self.holder is None and not self.unsettled and not self.waiting
+
+
+class Gates:
+    """`look` asks for the slots anew; `clock` gives seconds."""
+
+    def __init__(self, look: Callable[[], Awaitable[Probed]], clock: Callable[[], float]) -> None:
+        self._look = look
+        self._clock = clock
+        self._gates: dict[int, _Gate] = {}
+        self._sent: set[Pass] = set()
+        # When one that ran in a slot of the server's choice was left; -inf: none that the server may still work on.
+        self._strayed_at = float("-inf")
+        self._looked_at = float("-inf")
+        self._watcher: asyncio.Task[None] | None = None
+
+    def is_open(self, slot: int | None) -> bool:
+        """Whether nobody would have to wait there."""
+        return slot is None or slot not in self._gates or self._gates[slot].free
+
+    async def enter(self, slot: int | None, who: str) -> Pass:
+        """Wait for the slot's gate. Whoever is cancelled while waiting has given up the place."""
+        entering = Pass(slot, who, self._clock())
+        if slot is None:
+            return entering
+        gate = self._gates.setdefault(slot, _Gate())
+        if gate.free:
+            gate.holder = entering
+            return entering
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = (entering, opened)
+        gate.waiting.append(place)
+        self._watch()
+        try:
+            await opened
+        except asyncio.CancelledError:
+            if opened.done() and not opened.cancelled():
+                self.leave(entering, settled=True)  # it was its turn in the very same moment
+            else:
+                gate.waiting.remove(place)
+                self._tidy(slot)
+            raise
+        return entering
+
+    def could_meet(self, *, pinned: bool) -> bool:
+        """Whether a request that goes out now could meet another one in its slot."""
+        if pinned:
+            return self._strayed_at > float("-inf") or any(not other.pinned for other in self._sent)
+        return any(other.pinned and not other.running for other in self._sent)
+
+    async def clear(self, entered: Pass, *, pinned: bool) -> None:
+        """Wait until this request can't meet one in its slot of which nobody knows yet where it runs.
+
+        A request without `id_slot` gets a slot that is idle, so two can only meet where one is pinned to a slot that
+        the other has just been given.
+        """
+        while self.could_meet(pinned=pinned):
+            await asyncio.sleep(self._looked_at + LOOK_SECONDS - self._clock())
+            probed = await self._ask()
+            if isinstance(probed, Unverified):
+                if probed.silent:
+                    continue
+                return
+            if pinned and self._all_placed(probed):
+                slot = probed.slot(entered.slot) if entered.slot is not None else None
+                if slot is None or not slot.busy:
+                    return
+
+    def sent(self, entered: Pass) -> None:
+        """From now on the server knows of it."""
+        self._sent.add(entered)
+
+    def leave(self, entered: Pass, *, settled: bool) -> None:
+        """The exchange is over; `settled`: for the server too. Any further call for the same pass does nothing."""
+        if not settled and not entered.pinned and entered in self._sent:
+            self._strayed_at = self._clock()
+        self._sent.discard(entered)
+        gate = self._gates.get(entered.slot) if entered.slot is not None else None
+        if gate is None or gate.holder is not entered:
+            return
+        gate.holder = None
+        if settled:
+            self._open(gate)
+        else:
+            gate.unsettled = True
+            gate.left_at = self._clock()
+            self._watch()
+        assert entered.slot is not None
+        self._tidy(entered.slot)
+
+    def observe(self, topology: Topology, asked_at: float) -> None:
+        """What a look has shown, whoever asked."""
+        busy = {slot.id for slot in topology.slots if slot.busy}
+        for number, gate in list(self._gates.items()):
+            if gate.unsettled and number not in busy and asked_at >= gate.left_at + FIRST_LOOK_SECONDS:
+                self._open(gate)
+                self._tidy(number)
+        for sent in self._sent:
+            sent.running |= sent.pinned and sent.slot in busy
+        if asked_at >= self._strayed_at + FIRST_LOOK_SECONDS and len(busy) <= len(self._sent):
+            self._strayed_at = float("-inf")
+
+    def holder(self, slot: int) -> Pass | None:
+        gate = self._gates.get(slot)
+        return gate.holder if gate is not None else None
+
+    def waiting(self, slot: int) -> int:
+        gate = self._gates.get(slot)
+        return len(gate.waiting) if gate is not None else 0
+
+    @property
+    def busy(self) -> set[int]:
+        """Slots that somebody holds or waits for."""
+        return {slot for slot, gate in self._gates.items() if gate.holder is not None or gate.waiting}
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def _all_placed(self, topology: Topology) -> bool:
+        """Whether every exchange under way has a slot: more can't be found by looking."""
+        return sum(slot.busy for slot in topology.slots) >= min(len(self._sent), topology.count)
+
+    def _open(self, gate: _Gate) -> None:
+        gate.unsettled = False
+        if gate.waiting:
+            gate.holder, opened = gate.waiting.popleft()
+            opened.set_result(None)
+
+    def _tidy(self, slot: int) -> None:
+        """A client can name any number: only gates in use are kept."""
+        if (gate := self._gates.get(slot)) is not None and gate.free:
+            del self._gates[slot]
+
+    def _watch(self) -> None:
+        if self._watcher is None and any(gate.unsettled and gate.waiting for gate in self._gates.values()):
+            self._watcher = asyncio.create_task(self._watch_server())
+
+    async def _watch_server(self) -> None:
+        """Look while somebody waits for a slot that the server may still be working in."""
+        try:
+            while waited_for := [gate for gate in self._gates.values() if gate.unsettled and gate.waiting]:
+                due = max(self._looked_at + LOOK_SECONDS, min(gate.left_at for gate in waited_for) + FIRST_LOOK_SECONDS)
+                if (wait := due - self._clock()) > 0:
+                    await asyncio.sleep(wait)
+                    continue
+                probed = await self._ask()
+                if isinstance(probed, Unverified) and not probed.silent:
+                    # It is gone, or does not say: waiting longer shows no more.
+                    for gate in waited_for:
+                        self._open(gate)
+        finally:
+            self._watcher = None
+
+    async def _ask(self) -> Probed:
+        """A look; whoever waits for what it shows is let in by `observe`."""
+        self._looked_at = self._clock()
+        return await self._look()

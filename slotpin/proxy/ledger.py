@@ -1,0 +1,114 @@
+"""What is kept of one generating exchange: its log events, its ticket, its gate, and what its cache did."""
+
+from __future__ import annotations
+
+from slotpin.pinning.counters import Counters
+from slotpin.pinning.reuse import Evidence, Left, Reuse, advise, assess
+from slotpin.pinning.roles import Role
+from slotpin.pinning.topology import Topology
+from slotpin.proxy.admission import Admitted
+from slotpin.proxy.plan import Plan
+from slotpin.proxy.server import Server
+from slotpin.proxy.state import Running, State
+
+
+class Ledger:
+    """`decided` or `admitted` first, `message_ended` when the answer is whole, `close` in any case, once each."""
+
+    def __init__(self, state: State, running: Running, exchange_id: str, plan: Plan) -> None:
+        self._state = state
+        self._running = running
+        self._id = exchange_id
+        self._plan = plan
+        self.has_decision = False
+        self._server: Server | None = None
+        self._admitted: Admitted | None = None
+        self._reuse: Reuse | None = None
+        self._waited = 0.0
+
+    def decided(self) -> None:
+        """The decision will not change any more."""
+        state, classified, decision = self._state, self._plan.classified, self._plan.decision
+        self.has_decision = True
+        state.decisions[classified.role, decision.reason] += 1
+        probed = self._plan.probed
+        state.log.info(
+            "decision",
+            request=self._id,
+            role=classified.role,
+            found_by=classified.found_by,
+            conversation=self._conversation,
+            action=decision.action,
+            slot=decision.slot,
+            slots=probed.count if isinstance(probed, Topology) else None,
+            reason=decision.reason,
+            generation=self._running.pin.generation,
+        )
+        for cause, text in decision.explained:
+            state.warner.warn(cause, text, role=classified.role, request=self._id)
+
+    def admitted(self, server: Server, admitted: Admitted) -> None:
+        """It goes out now."""
+        self._server, self._admitted = server, admitted
+        self._waited = self._state.clock() - admitted.entered.since
+        server.gates.sent(admitted.entered)
+        server.began(self._plan.decision.slot, self._conversation or self._plan.classified.role)
+        self.decided()
+
+    def begun(self) -> None:
+        """The server works on it."""
+        if self._admitted is not None:
+            self._admitted.entered.running = True
+
+    def message_ended(self, counters: Counters | None) -> None:
+        """The client has its whole answer, and the server is done with the slot."""
+        self._state.bindings.end(self._id)
+        if counters is not None:
+            self._reuse = self._assess(counters)
+        if self._server is not None and self._admitted is not None:
+            self._server.gates.leave(self._admitted.entered, settled=True)
+
+    def close(self, outcome: str, counters: Counters | None, *, settled: bool) -> None:
+        """`settled`: the server is done with it too."""
+        if not self.has_decision:
+            self.decided()
+        self._state.bindings.abort(self._id)  # there is nothing to drop after a message end
+        if self._server is not None and self._admitted is not None:
+            self._server.ended()
+            self._server.gates.leave(self._admitted.entered, settled=settled)
+        self._state.outcomes[outcome] += 1
+        self._state.log.info("exchange", request=self._id, outcome=outcome, **self._figures(counters))
+
+    def _figures(self, counters: Counters | None) -> dict[str, object]:
+        """Tokens, milliseconds: what is known of them."""
+        figures: dict[str, object] = {"waited_ms": round(self._waited * 1000)} if self._admitted is not None else {}
+        if counters is not None:
+            figures |= {"evaluated": counters.evaluated, "cached": counters.cached, "generated": counters.generated}
+        if (reuse := self._reuse) is not None:
+            figures |= {"expected": reuse.expected, "lost": reuse.lost, "cause": reuse.cause}
+        return figures
+
+    def _assess(self, counters: Counters) -> Reuse | None:
+        """Compare with the conversation's last turn, and remember what this one leaves."""
+        plan, server, admitted = self._plan, self._server, self._admitted
+        conversation, slot = plan.conversation, plan.decision.slot
+        if conversation is None or server is None or admitted is None:
+            return None
+        emptied = admitted.held is False and not admitted.other_ran
+        evidence = Evidence(server.epoch, slot, emptied, admitted.other_ran, admitted.held, plan.change)
+        reuse = assess(conversation.left, counters, evidence)
+        if plan.classified.role is Role.MAIN:
+            found = plan.probed.slot(slot) if isinstance(plan.probed, Topology) and slot is not None else None
+            n_ctx = found.n_ctx if found is not None else None
+            prompt = counters.evaluated + counters.cached
+            conversation.left = Left(prompt, counters.generated, slot, server.epoch, n_ctx)
+            server.mark(conversation.key)
+            self._state.history.add(conversation.key, counters, reuse)
+        if reuse.worth_a_warning and reuse.cause is not None:
+            text = f"{reuse.lost} of {reuse.expected} tokens were evaluated again: {advise(reuse.cause, reuse.detail)}"
+            self._state.warner.warn(f"cache_lost:{reuse.cause}", text, request=self._id, conversation=conversation.key)
+        return reuse
+
+    @property
+    def _conversation(self) -> str | None:
+        return self._plan.conversation.key if self._plan.conversation is not None else None

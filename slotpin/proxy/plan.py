@@ -1,0 +1,191 @@
+"""What will be done with a generating request: read it, find its role and conversation, decide, bind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slotpin.pinning.bindings import Binding
+from slotpin.pinning.conversations import Conversation, session_ids
+from slotpin.pinning.decision import (
+    Action,
+    Decision,
+    Probed,
+    decide_compactor,
+    decide_main,
+    let_pass,
+    placed,
+    unpinned,
+)
+from slotpin.pinning.ids import normalise
+from slotpin.pinning.message_end import Shape
+from slotpin.pinning.reasons import Reason
+from slotpin.pinning.request import Body, Opening, Request, read_body, read_opening
+from slotpin.pinning.roles import Classified, OnUnsafe, Role, classify
+from slotpin.pinning.route import Route
+from slotpin.pinning.splice import splice
+from slotpin.pinning.topology import Topology
+from slotpin.pinning.turn import Difference, Turn, difference, read_turn
+from slotpin.proxy.headers import RequestHead
+from slotpin.proxy.server import Server
+from slotpin.proxy.state import Running, State
+
+
+@dataclass(slots=True)
+class Plan:
+    """`raw` None: the body is passed on while it still arrives. `conversation` is the one whose cache the request
+    uses; `change` is where its messages stop being those of that conversation's last turn. `gate` is the slot whose
+    gate it passes, also where the server chooses the slot. `tracked`: it shares the server with pinned requests."""
+
+    classified: Classified
+    decision: Decision
+    raw: bytes | None
+    body: Body | None = None
+    probed: Probed | None = None
+    conversation: Conversation | None = None
+    change: Difference | None = None
+    gate: int | None = None
+    tracked: bool = False
+
+    @property
+    def streams(self) -> bool:
+        return self.body is not None and self.body.streams
+
+    @property
+    def completions(self) -> int:
+        return self.body.completions if self.body is not None else 1
+
+    @property
+    def payload(self) -> bytes | None:
+        """The body to send: the client's own bytes, with what the decision adds."""
+        members: dict[str, bytes] = {}
+        if self.decision.add_id:
+            members["id_slot"] = b"%d" % (self.decision.slot or 0)
+        if self.decision.add_cache_prompt:
+            members["cache_prompt"] = b"true"
+        if not members or self.raw is None or self.body is None:
+            return self.raw
+        return splice(self.raw, members, self.body.request.nulls)
+
+
+class Planner:
+    """For one exchange: its id, its head and the settings that it began with."""
+
+    def __init__(self, state: State, running: Running, exchange_id: str, head: RequestHead) -> None:
+        self._state = state
+        self._running = running
+        self._id = exchange_id
+        self._head = head
+
+    def unread(self, route: Route, reason: Reason, raw: bytes | None) -> Plan:
+        """For a body that isn't looked into."""
+        return Plan(
+            classify(route.role, self.header_role, (), None, None, Opening), Decision(Action.LEAVE, reason), raw
+        )
+
+    async def plan(self, route: Route, raw: bytes) -> Plan:
+        body = read_body(raw)
+        if body is None:
+            return self.unread(route, Reason.NOT_JSON_OBJECT, raw)
+        classified = self._classify(route, body)
+        assert route.shape is not None
+        turn = read_turn(body, route.shape)
+        server = self._state.server(self._running.probe_target)
+        probed = await server.topology() if self._running.pin.needs_topology else None
+        request = replace(body.request, fans_out=body.completions > 1)
+        if route.shape is Shape.ANTHROPIC:
+            request = replace(request, route_pins=isinstance(probed, Topology) and await server.is_patched())
+        ids = session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
+        plan = Plan(classified, Decision(Action.LEAVE, Reason.DISABLED), raw, body, probed)
+        if classified.role is Role.MAIN:
+            self._main(plan, server, request, ids, turn, body)
+        else:
+            self._side(plan, server, request, ids, turn, body)
+        plan.gate = plan.decision.slot
+        plan.tracked = self._running.pin.enabled is not False and self._running.pin.same_endpoint
+        if plan.decision.reason in _CHOSEN and not server.pinning_helps(self._running.retry_seconds):
+            plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
+        return plan
+
+    def _main(
+        self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body
+    ) -> None:
+        """Decide on a turn of a conversation, give that a slot, and bind the decision to the exchange."""
+        state, pin, now = self._state, self._running.pin, self._state.clock()
+        before = state.conversations.find(ids, turn, body.model)
+        plan.change = difference(before.turn, turn, body) if before is not None else None
+        conversation = plan.conversation = state.conversations.advance(ids, turn, body.model, now)
+        decision = decide_main(pin, plan.probed, request)
+        if isinstance(plan.probed, Topology) and (slot := decision.slot) is not None:
+            if decision.action is Action.PIN:
+                decision = self._placed(decision, plan.probed, server, conversation)
+            else:
+                server.placement.note(conversation.key, slot, now)
+        plan.decision = decision
+        slot_ids = plan.probed.ids if isinstance(plan.probed, Topology) else None
+        state.bindings.open(Binding(self._id, conversation.key, decision, pin.generation, slot_ids))
+
+    def _placed(self, decision: Decision, topology: Topology, server: Server, conversation: Conversation) -> Decision:
+        pin = self._running.pin
+        if (left := conversation.left) is not None and left.slot is None:
+            found = server.find(conversation.key, left)
+            if found is not None and found != normalise(pin.compactor_id, topology.count):
+                server.placement.note(conversation.key, found, self._state.clock())
+        where = server.placement.place(
+            conversation.key,
+            topology,
+            normalise(pin.main_id, topology.count),
+            normalise(pin.compactor_id, topology.count),
+            self._running.settings.conversations.slots,
+            server.gates.busy,
+            self._state.clock(),
+        )
+        shared = f"--parallel {where.enough} would be enough" if where.shared else ""
+        return placed(decision, where.slot, shared=shared)
+
+    def _side(
+        self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body
+    ) -> None:
+        state, pin = self._state, self._running.pin
+        if plan.classified.found_by not in ("path", "header"):
+            extended = state.conversations.extended_by(turn, body.model)
+            slot = server.placement.slot_of(extended.key) if extended is not None else None
+            decision = decide_main(pin, plan.probed, request)
+            if slot is not None and decision.reason is Reason.PINNED:
+                plan.conversation = extended
+                plan.decision = replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
+                return
+        named = state.conversations.named(ids)
+        candidates = state.bindings.candidates(named.key if named is not None else _NOBODY if ids else "")
+        decision = decide_compactor(pin, plan.probed, request, candidates)
+        if decision.action is Action.REFUSE and plan.classified.on_unsafe is OnUnsafe.PASS:
+            decision = let_pass(decision)
+        if decision.action is Action.PIN:
+            server.placement.compactor_used(state.clock())
+        plan.decision = decision
+
+    def _classify(self, route: Route, body: Body) -> Classified:
+        return classify(
+            route.role,
+            self.header_role,
+            self._running.recognisers,
+            body.model,
+            self._api_key(),
+            lambda: read_opening(body),
+        )
+
+    @property
+    def header_role(self) -> Role | None:
+        value = self._head.get(b"x-slotpin-role")
+        return ROLES[value.lower()] if value else None
+
+    def _api_key(self) -> str | None:
+        scheme, _, token = (self._head.get(b"authorization") or b"").partition(b" ")
+        key = token.strip() if scheme.lower() == b"bearer" else self._head.get(b"x-api-key")
+        return key.decode("latin-1") if key else None
+
+
+ROLES: dict[bytes, Role] = {role.encode(): role for role in Role}
+# Decisions by which slotpin chose the slot after looking at the server.
+_CHOSEN = (Reason.PINNED, Reason.EXTENDS_CONVERSATION)
+_NOBODY = "?"  # no conversation's key

@@ -1,0 +1,163 @@
+"""What is known of one llama-server: its slots, their gates, whose tokens they hold, and whether pinning helps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+from slotpin.llama.series import choose
+from slotpin.pinning.decision import Probed
+from slotpin.pinning.placement import Placement
+from slotpin.pinning.reuse import Left
+from slotpin.pinning.topology import Topology
+from slotpin.proxy.gates import Gates
+from slotpin.proxy.probe import Probe, Target
+
+# A conversation's slot holds its prompt and its answer; templates and stop tokens make the count differ by a few.
+TOKENS_APART = 4
+_EPOCHS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where the server's history stood when a turn of a conversation ended."""
+
+    at: float
+    begun: int
+    ended: int
+    strays: int
+
+
+class Server:
+    """`epoch` is another one for each process that has been seen, here or elsewhere; what a slot held is gone with it.
+
+    `clears_idle_slots`: whether it clears every idle slot when a request starts (`--cache-idle-slots` with a unified
+    KV cache); None while that is not known. `clock` gives seconds.
+    """
+
+    def __init__(self, probe: Probe, target: Target, clock: Callable[[], float]) -> None:
+        self._probe = probe
+        self._target = target
+        self._clock = clock
+        self.gates = Gates(self.look, clock)
+        self.placement = Placement()
+        self.epoch = next(_EPOCHS)
+        self.clears_idle_slots: bool | None = None
+        self._stopped_at = 0.0
+        self._topology: Topology | None = None
+        self._asked_at = float("-inf")
+        # Exchanges that the server was sent, those that are over, and those that ran in a slot of its own choice; who
+        # ran last in a slot; when a turn ended.
+        self._begun = self._ended = self._strays = 0
+        self._ran: dict[int, str] = {}
+        self._marks: LRUCache[str, _Mark] = LRUCache(1024)
+
+    async def topology(self) -> Probed:
+        """The slots, at most five seconds old."""
+        return self._take(await self._probe.topology(self._target))
+
+    async def look(self) -> Probed:
+        """The slots as they are now."""
+        return self._take(await self._probe.look(self._target))
+
+    async def is_patched(self) -> bool:
+        """Whether it has all of slotpin's patches: then it heeds `id_slot` on the Anthropic route, restores what an
+        emptied slot held, and takes a request for a busy slot without harm."""
+        build = await self._probe.build(self._target)
+        return bool(_PATCHES) and build.endswith(f"+slotpin.{_PATCHES}")
+
+    def pinning_helps(self, retry_seconds: float) -> bool:
+        """False while the server is known to clear idle slots; after `retry_seconds` that has to be seen again."""
+        if self.clears_idle_slots and self._clock() - self._stopped_at >= retry_seconds:
+            self.clears_idle_slots = None
+        return not self.clears_idle_slots
+
+    def began(self, slot: int | None, who: str) -> None:
+        """An exchange of conversation (or role) `who` is on its way, to `slot` where that is known."""
+        self._begun += 1
+        if slot is None:
+            self._strays += 1
+        else:
+            self._ran[slot] = who
+
+    def ended(self) -> None:
+        self._ended += 1
+
+    def mark(self, key: str) -> None:
+        """A turn of this conversation has ended just now."""
+        self._marks[key] = _Mark(self._clock(), self._begun, self._ended, self._strays)
+
+    def other_ran(self, key: str, slot: int) -> bool:
+        """Whether anything but this conversation's turns may have run in the slot since its last one."""
+        mark = self._marks.get(key)
+        return self._ran.get(slot, key) != key or (mark is not None and mark.strays != self._strays)
+
+    async def holds(self, key: str, left: Left, slot: int) -> bool | None:
+        """Whether the slot still holds what this conversation left there. None: no way to tell, or no need.
+
+        Asks the server only where an answer can change something: while it isn't known whether idle slots are
+        cleared, and something else has run since.
+        """
+        mark = self._marks.get(key)
+        if mark is None or left.epoch != self.epoch:
+            return None
+        others_begun = self._begun > mark.begun
+        if self._asked_at <= mark.at:
+            if not others_begun or self.clears_idle_slots is not None:
+                return None
+            await self.look()
+        found = self._topology.slot(slot) if self._topology is not None else None
+        if found is None or self._asked_at <= mark.at or left.epoch != self.epoch:
+            return None
+        untouched = not self.other_ran(key, slot)
+        if not found.tokens:
+            if others_begun and untouched:
+                self.clears_idle_slots = True
+                self._stopped_at = self._clock()
+            return False
+        if untouched and self._ended > mark.ended and self.clears_idle_slots is None:
+            self.clears_idle_slots = False
+        return True
+
+    def find(self, key: str, left: Left) -> int | None:
+        """The one idle slot that holds as many tokens as this conversation left in a slot of the server's choice."""
+        mark = self._marks.get(key)
+        if self._topology is None or mark is None or self._asked_at <= mark.at or left.epoch != self.epoch:
+            return None
+        tokens = left.prompt + (left.generated or 0)
+        found = [
+            slot.id for slot in self._topology.slots if not slot.busy and abs(slot.tokens - tokens) <= TOKENS_APART
+        ]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def known(self) -> Topology | None:
+        return self._topology
+
+    def close(self) -> None:
+        self.gates.close()
+
+    def _take(self, probed: Probed) -> Probed:
+        latest = self._probe.latest(self._target)
+        if latest is not None and latest[0] is not self._topology:
+            topology, asked_at = latest
+            before = self._topology
+            self._topology, self._asked_at = topology, asked_at
+            if before is not None and (before.ids != topology.ids or topology.last_task < before.last_task):
+                self._restarted()
+            self.gates.observe(topology, asked_at)
+        return probed
+
+    def _restarted(self) -> None:
+        """Another process, or the same after a sleep: its slots are new. Task numbers only grow in one process."""
+        self.epoch = next(_EPOCHS)
+        self.clears_idle_slots = None
+        self.placement.reset()
+        self._ran.clear()
+
+
+# Of all patches, as `slotpin build` applies them if nothing else is asked for.
+_PATCHES = choose("all").digest

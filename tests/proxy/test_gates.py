@@ -1,0 +1,279 @@
+"""One gate a slot: who waits, who is let in, and what a client sees meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support.proxy import Client, Running, on_loop, request, running_proxy, settings_for, until
+from tests.support.stub_upstream import (
+    DONE,
+    LAST_CHUNK,
+    SSE_HEAD,
+    Connection,
+    Request,
+    Stub,
+    answer,
+    chunk,
+    stub_upstream,
+)
+
+TURN = b'{"stream":true,"messages":[{"role":"user","content":"a"}]}'
+NEXT = (
+    b'{"stream":true,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"},'
+    b'{"role":"user","content":"c"}]}'
+)
+CHAT = "/v1/chat/completions"
+
+
+class Server:
+    """Streams an answer to each request when it is told to; its slots are busy as the test says."""
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Event] = []
+        self.stub: Stub
+
+    async def script(self, connection: Connection, got: Request) -> None:
+        if got.target == b"/props":
+            await connection.send(answer())
+            return
+        finish = asyncio.Event()
+        self.waiting.append(finish)
+        await connection.send(SSE_HEAD, chunk(b'data: {"choices":[]}\n\n'))
+        await finish.wait()
+        await connection.send(chunk(DONE), LAST_CHUNK)
+
+    def show(self, busy: Sequence[int] = (), count: int = 2) -> None:
+        slots = [{"id": slot, "n_ctx": 4096, "is_processing": slot in busy} for slot in range(count)]
+        self.stub.slots = answer(json.dumps(slots).encode())
+
+    async def until_asked(self, count: int) -> None:
+        await until(lambda: len(self.waiting) >= count, f"{count} requests have reached the server")
+
+
+async def send(proxy: Running, body: bytes, *headers: bytes) -> Client:
+    client = await proxy.client()
+    await client.send(request("POST", CHAT, body, headers))
+    return client
+
+
+@on_loop
+async def test_second_turn_waits_until_the_first_message_ends() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        first = await send(proxy, TURN)
+        await server.until_asked(1)
+        second = await send(proxy, NEXT)
+        await until(lambda: waiting_at(proxy, 0) == 1, "the second turn waits at the gate")
+        await asyncio.sleep(0.1)
+        assert len(server.stub.requests) == 1
+        server.waiting[0].set()
+        assert (await first.read_response()).body.endswith(DONE)
+        await server.until_asked(2)
+        server.waiting[1].set()
+        assert (await second.read_response()).get(b"X-Slotpin-Slot") == b"0"
+
+
+def waiting_at(proxy: Running, slot: int) -> int:
+    state = proxy.proxy.state
+    return state.server(state.running.probe_target).gates.waiting(slot)
+
+
+@on_loop
+async def test_main_and_compactor_do_not_wait_for_each_other() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        await send(proxy, b'{"messages":[]}', b"X-Slotpin-Role: compactor")
+        await server.until_asked(2)
+        for finish in server.waiting:
+            finish.set()
+
+
+@on_loop
+async def test_requests_are_let_in_as_they_came() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        for number in range(5):
+            await send(proxy, TURN[:-1] + b',"seed":%d}' % number)
+            await until(lambda count=number: waiting_at(proxy, 0) == count + 1, "it waits")  # type: ignore[misc]
+        for number in range(6):
+            await server.until_asked(number + 1)
+            server.waiting[number].set()
+        await proxy.until_outcome("completed", 6)
+        seeds = [json.loads(each.body).get("seed") for each in server.stub.requests]
+        assert seeds == [None, 0, 1, 2, 3, 4]
+
+
+@on_loop
+async def test_client_that_leaves_gives_up_its_place_at_once() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        leaving = await send(proxy, NEXT)
+        await until(lambda: waiting_at(proxy, 0) == 1, "it waits")
+        leaving.leave()
+        await until(lambda: waiting_at(proxy, 0) == 0, "its place is free")
+        server.waiting[0].set()
+        await proxy.until_outcome("completed")
+        assert len(server.stub.requests) == 1
+        await proxy.until_outcome("client_left")
+
+
+@on_loop
+async def test_after_an_abort_the_gate_opens_when_the_server_says_idle() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        first = await send(proxy, TURN)
+        await server.until_asked(1)
+        server.show(busy=[0])
+        first.leave()
+        await proxy.until_outcome("client_left")
+        second = await send(proxy, NEXT)
+        looks = len(server.stub.probes)
+        await until(lambda: len(server.stub.probes) > looks, "slotpin looks at the slots")
+        await asyncio.sleep(0.1)
+        assert len(server.stub.requests) == 1
+        server.show(busy=[])
+        await server.until_asked(2)
+        server.waiting[1].set()
+        assert (await second.read_response()).status == 200
+
+
+@on_loop
+async def test_nobody_looks_while_nobody_waits() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        first = await send(proxy, TURN)
+        await server.until_asked(1)
+        first.leave()
+        await proxy.until_outcome("client_left")
+        looks = len(server.stub.probes)
+        await asyncio.sleep(2.5)
+        assert len(server.stub.probes) == looks
+
+
+@on_loop
+async def test_wait_that_takes_too_long_is_refused() -> None:
+    server = Server()
+    async with (
+        stub_upstream(server.script) as server.stub,
+        running_proxy(settings_for(server.stub, gate={"waitSeconds": 0.3})) as proxy,
+    ):
+        first = await send(proxy, TURN)
+        await server.until_asked(1)
+        refused = await (await send(proxy, NEXT)).read_response()
+        holder = (await first.read_head()).partition(b"X-Slotpin-Request: ")[2][:12].decode()
+        assert refused.status == 503
+        assert refused.error["code"] == "slot_busy"
+        assert "slot 0 is held by main request" in refused.error["message"]
+        assert holder in refused.error["message"]
+        assert refused.get(b"Retry-After") is not None
+        assert len(server.stub.requests) == 1
+        server.waiting[0].set()
+
+
+@on_loop
+async def test_client_that_streams_gets_signs_of_life_while_it_waits() -> None:
+    server = Server()
+    async with (
+        stub_upstream(server.script) as server.stub,
+        running_proxy(settings_for(server.stub, gate={"keepAliveSeconds": 0.1})) as proxy,
+    ):
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        second = await send(proxy, NEXT)
+        head = await second.read_head()
+        assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
+        assert b"X-Slotpin-Slot: 0\r\n" in head
+        for _ in range(2):
+            assert (await second.read_chunk()).startswith(b":")
+        server.waiting[0].set()
+        await server.until_asked(2)
+        server.waiting[1].set()
+        pieces = []
+        while piece := await second.read_chunk():
+            pieces.append(piece)
+        events = [piece for piece in pieces if not piece.startswith(b":")]
+        assert b"".join(events) == b'data: {"choices":[]}\n\n' + DONE
+
+
+@on_loop
+async def test_client_that_does_not_stream_gets_nothing_before_the_answer() -> None:
+    server = Server()
+    async with (
+        stub_upstream(server.script) as server.stub,
+        running_proxy(settings_for(server.stub, gate={"keepAliveSeconds": 0.05})) as proxy,
+    ):
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        second = await send(proxy, NEXT.replace(b'"stream":true,', b""))
+        await asyncio.sleep(0.3)
+        server.stub.script = whole
+        server.waiting[0].set()
+        response = await second.read_response()
+        assert response.body == b"{}"
+
+
+async def whole(connection: Connection, _: Request) -> None:
+    await connection.send(answer())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "event"),
+    [
+        (CHAT, b'{"error":{"code":400,"message":"too long"}}', b'{"error":{"code":400,"message":"too long"}}'),
+        ("/v1/responses", b'{"error":{"code":400}}', b'{"error":{"code":400}}'),
+        (CHAT, b"no JSON", b'{"error":{"code":400,"message":"no JSON","type":"server_error"}}'),
+    ],
+)
+def test_error_after_a_sign_of_life_is_an_event(path: str, body: bytes, event: bytes) -> None:
+    async def overflow(connection: Connection, _: Request) -> None:
+        await connection.send(answer(body, b"400 Bad Request"))
+
+    @on_loop
+    async def test() -> None:
+        server = Server()
+        async with (
+            stub_upstream(server.script) as server.stub,
+            running_proxy(
+                settings_for(server.stub, gate={"keepAliveSeconds": 0.05}, conversations={"slots": "main-only"})
+            ) as proxy,
+        ):
+            await send(proxy, TURN)
+            await server.until_asked(1)
+            second = await proxy.client()
+            await second.send(request("POST", path, NEXT))
+            await second.read_head()
+            server.stub.script = overflow
+            server.waiting[0].set()
+            pieces = []
+            while piece := await second.read_chunk():
+                pieces.append(piece)
+            assert pieces[-1] == b"data: %b\n\n" % event
+            await proxy.until_outcome("upstream_refused")
+
+    test()
+
+
+@on_loop
+async def test_unpinned_request_and_a_pinned_one_never_start_together() -> None:
+    """Which slot the server gives the first can't be known before it is busy there."""
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        await send(proxy, TURN.replace(b'"stream"', b'"n":2,"stream"'))
+        await server.until_asked(1)
+        await send(proxy, TURN)
+        await asyncio.sleep(0.3)
+        assert len(server.waiting) == 1
+        server.show(busy=[1])
+        await server.until_asked(2)
+        for finish in server.waiting:
+            finish.set()
