@@ -13,6 +13,9 @@ Not every run is enough, because conversations often open alike ("hi", a file of
 - anywhere else: two messages. They came from within a conversation, where messages seldom repeat.
 On a tie the most recently used one is taken. System text and tools never count.
 
+A client may send the session's id with its sub-agents too. What has neither the opening nor any message of the id's
+conversation is a conversation of its own, known by the id and its opening.
+
 An id that changes with every request is no identity. A new id on a known conversation is taken for such as long as no
 id from that source has been seen there on two turns; after that it means a fork, which is a conversation of its own.
 When two conversations were taken for one in this way, the id that comes back first keeps it, and the other is a fork.
@@ -141,7 +144,7 @@ class Conversations:
 
     def find(self, ids: Sequence[SessionId], turn: Turn, model: str | None) -> Conversation | None:
         """The conversation that a main request goes on with; None for a new one."""
-        ids = _shortened(ids)
+        ids = self._own_ids(ids, turn)
         if named := self.named(ids):
             return named
         appended_to = self._begun_by(turn, model, len(turn.messages), ids)
@@ -149,7 +152,7 @@ class Conversations:
 
     def advance(self, ids: Sequence[SessionId], turn: Turn, model: str | None, now: float) -> Conversation:
         """Take over a main request: as the next turn of its conversation, or as the first of a new one."""
-        ids = _shortened(ids)
+        ids = self._own_ids(ids, turn)
         conversation = self.find(ids, turn, model)
         if conversation is None:
             self._count += 1
@@ -192,6 +195,14 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def _own_ids(self, ids: Sequence[SessionId], turn: Turn) -> Sequence[SessionId]:
+        """A sub-agent under its parent's ids gets ids of its own: theirs, and its opening."""
+        ids = _shortened(ids)
+        parent = self.named(ids)
+        if parent is None or _related(parent.turn, turn):
+            return ids
+        return [(source, f"{value} {turn.opening:x}") for source, value in ids]
 
     def _key_of(self, session: SessionId) -> str:
         return self._by_id.get(session) or self._earlier.get(session) or ""
@@ -321,6 +332,10 @@ class _Run:
         if self.start or self.old_start:
             return self.length >= 2
         return self.length >= max(2, self.total - 1) or self.length >= max(3, shorter // 2 + 1)
+
+
+def _related(one: Turn, other: Turn) -> bool:
+    return one.opening == other.opening or not set(one.messages).isdisjoint(other.messages)
 
 
 def _compatible(conversation: Conversation, source: str, value: str) -> bool:

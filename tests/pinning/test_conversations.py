@@ -32,7 +32,7 @@ class Table:
 
     def take(self, *messages: int, ids: Ids = (), model: str = "m", opening: int = 0) -> str:
         self.now += 1
-        found = self.all.find(ids, turn(*messages), model)
+        found = self.all.find(ids, turn(*messages, opening=opening), model)
         conversation = self.all.advance(ids, turn(*messages, opening=opening), model, self.now)
         assert (found is None) == (conversation.turns == 1) and found in (None, conversation)
         assert conversation.turn.messages == messages and conversation.last_used == self.now
@@ -346,3 +346,26 @@ def test_what_is_kept_of_a_conversation() -> None:
     assert isinstance(conversation, Conversation)
     assert (conversation.key, conversation.model, conversation.turns) == ("c1", None, 1)
     assert (conversation.last_used, conversation.left) == (5.0, None)
+
+
+class TestSubAgents:
+    def test_with_their_parents_id_have_conversations_of_their_own(self) -> None:
+        table = Table()
+        ids = session("parent")
+        assert table.take(1, ids=ids, opening=10) == "c1"
+        assert table.take(1, 2, 3, ids=ids, opening=10) == "c1"
+        assert table.take(7, ids=ids, opening=20) == "c2"
+        assert table.take(7, 8, 9, ids=ids, opening=20) == "c2"
+        assert table.take(1, 2, 3, 4, 5, ids=ids, opening=10) == "c1"
+        assert table.take(8, 9, ids=ids, opening=30) == "c3"
+        side = table.all.named(ids)
+        assert side is not None and side.key == "c1"
+
+    def test_another_system_text_alone_makes_no_sub_agent(self) -> None:
+        """Agents put the date into it."""
+        table = Table()
+        assert table.take(1, ids=session("a"), opening=10) == table.take(1, 2, 3, ids=session("a"), opening=11)
+
+    def test_a_compaction_alone_makes_no_sub_agent(self) -> None:
+        table = Table()
+        assert table.take(1, 2, 3, ids=session("a"), opening=10) == table.take(4, ids=session("a"), opening=10)
