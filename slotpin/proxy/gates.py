@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from cachetools import LRUCache
+
 from slotpin.pinning.decision import Probed, Unverified
 from slotpin.pinning.topology import Topology
 
@@ -61,6 +63,8 @@ class Gates:
         # When one that ran in a slot of the server's choice was left; -inf: none that the server may still work on.
         self._strayed_at = float("-inf")
         self._looked_at = float("-inf")
+        # When a slot's gate was left last: what a look showed there before is old.
+        self._left_at: LRUCache[int, float] = LRUCache(1024)
         self._watcher: asyncio.Task[None] | None = None
 
     def is_open(self, slot: int | None) -> bool:
@@ -124,17 +128,18 @@ class Gates:
         if not settled and not entered.pinned and entered in self._sent:
             self._strayed_at = self._clock()
         self._sent.discard(entered)
-        gate = self._gates.get(entered.slot) if entered.slot is not None else None
+        if entered.slot is None:
+            return
+        gate = self._gates.get(entered.slot)
         if gate is None or gate.holder is not entered:
             return
         gate.holder = None
+        gate.left_at = self._left_at[entered.slot] = self._clock()
         if settled:
             self._open(gate)
         else:
             gate.unsettled = True
-            gate.left_at = self._clock()
             self._watch()
-        assert entered.slot is not None
         self._tidy(entered.slot)
 
     def observe(self, topology: Topology, asked_at: float) -> None:
@@ -148,6 +153,14 @@ class Gates:
             sent.running |= sent.pinned and sent.slot in busy
         if asked_at >= self._strayed_at + FIRST_LOOK_SECONDS and len(busy) <= len(self._sent):
             self._strayed_at = float("-inf")
+
+    def suspect(self, topology: Topology, asked_at: float) -> None:
+        """Close the gates of slots that somebody else's request is running in: one that did not come through here."""
+        if self._strayed_at > float("-inf") or any(not sent.pinned for sent in self._sent):
+            return  # or it is one of ours, in a slot of the server's choice
+        for slot in topology.slots:
+            if slot.busy and slot.id not in self._gates and asked_at > self._left_at.get(slot.id, float("-inf")):
+                self._gates[slot.id] = _Gate(unsettled=True, left_at=asked_at - FIRST_LOOK_SECONDS)
 
     def holder(self, slot: int) -> Pass | None:
         gate = self._gates.get(slot)

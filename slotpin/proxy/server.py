@@ -52,6 +52,7 @@ class Server:
         # Exchanges that the server was sent, those that are over, and those that ran in a slot of its own choice; who
         # ran last in a slot; when a turn ended.
         self._begun = self._ended = self._strays = 0
+        self._begun_at = float("-inf")
         self._ran: dict[int, str] = {}
         self._marks: LRUCache[str, _Mark] = LRUCache(1024)
 
@@ -66,8 +67,7 @@ class Server:
     async def is_patched(self) -> bool:
         """Whether it has all of slotpin's patches: then it heeds `id_slot` on the Anthropic route, restores what an
         emptied slot held, and takes a request for a busy slot without harm."""
-        build = await self._probe.build(self._target)
-        return bool(_PATCHES) and build.endswith(f"+slotpin.{_PATCHES}")
+        return _is_patched(await self._probe.build(self._target))
 
     def pinning_helps(self, retry_seconds: float) -> bool:
         """False while the server is known to clear idle slots; after `retry_seconds` that has to be seen again."""
@@ -78,6 +78,7 @@ class Server:
     def began(self, slot: int | None, who: str) -> None:
         """An exchange of conversation (or role) `who` is on its way, to `slot` where that is known."""
         self._begun += 1
+        self._begun_at = self._clock()
         if slot is None:
             self._strays += 1
         else:
@@ -105,12 +106,12 @@ class Server:
         if mark is None or left.epoch != self.epoch:
             return None
         others_begun = self._begun > mark.begun
-        if self._asked_at <= mark.at:
+        if not self._looked_since(mark):
             if not others_begun or self.clears_idle_slots is not None:
                 return None
             await self.look()
         found = self._topology.slot(slot) if self._topology is not None else None
-        if found is None or self._asked_at <= mark.at or left.epoch != self.epoch:
+        if found is None or not self._looked_since(mark) or left.epoch != self.epoch:
             return None
         untouched = not self.other_ran(key, slot)
         if not found.tokens:
@@ -133,12 +134,12 @@ class Server:
         ]
         return found[0] if len(found) == 1 else None
 
-    @property
-    def known(self) -> Topology | None:
-        return self._topology
-
     def close(self) -> None:
         self.gates.close()
+
+    def _looked_since(self, mark: _Mark) -> bool:
+        """Whether the last look came after all that can have emptied a slot since."""
+        return self._asked_at > max(mark.at, self._begun_at)
 
     def _take(self, probed: Probed) -> Probed:
         latest = self._probe.latest(self._target)
@@ -149,6 +150,8 @@ class Server:
             if before is not None and (before.ids != topology.ids or topology.last_task < before.last_task):
                 self._restarted()
             self.gates.observe(topology, asked_at)
+            if not _is_patched(self._probe.known_build(self._target) or ""):
+                self.gates.suspect(topology, asked_at)
         return probed
 
     def _restarted(self) -> None:
@@ -161,3 +164,7 @@ class Server:
 
 # Of all patches, as `slotpin build` applies them if nothing else is asked for.
 _PATCHES = choose("all").digest
+
+
+def _is_patched(build: str) -> bool:
+    return bool(_PATCHES) and build.endswith(f"+slotpin.{_PATCHES}")

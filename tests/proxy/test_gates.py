@@ -277,3 +277,18 @@ async def test_unpinned_request_and_a_pinned_one_never_start_together() -> None:
         await server.until_asked(2)
         for finish in server.waiting:
             finish.set()
+
+
+@on_loop
+async def test_slot_that_somebody_else_uses_is_waited_for() -> None:
+    """A request that went past slotpin runs there: a stock server would spoil its answer."""
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        server.show(busy=[0])
+        client = await send(proxy, TURN)
+        await asyncio.sleep(0.3)
+        assert server.waiting == []
+        server.show(busy=[])
+        await server.until_asked(1)
+        server.waiting[0].set()
+        assert (await client.read_response()).status == 200
