@@ -8,13 +8,13 @@ from slotpin import __version__
 
 if TYPE_CHECKING:
     from slotpin.pinning.conversations import Conversation
+    from slotpin.proxy.probe import Target
     from slotpin.proxy.server import Server
     from slotpin.proxy.state import State
 
 
 def status(state: State) -> dict[str, object]:
     running = state.running
-    server = state.server(running.probe_target)
     return {
         "version": __version__,
         "uptimeSeconds": round(state.clock() - state.started, 3),
@@ -23,17 +23,14 @@ def status(state: State) -> dict[str, object]:
         "mainIdSlot": running.pin.main_id,
         "compactorIdSlot": running.pin.compactor_id,
         "endpoints": {"main": running.main.url, "compactor": running.compactor.url},
-        "topology": _topology(state),
-        "server": {
-            "build": state.probe.known_build(running.probe_target),
-            "epoch": server.epoch,
-            "clearsIdleSlots": server.clears_idle_slots,
+        **_server(state, state.server(running.probe_target), running.probe_target),
+        "models": {
+            target.model: _server(state, server, target) for target, server in state.servers.items() if target.model
         },
-        "gates": _gates(state, server),
         "conversations": [
             {
                 "key": conversation.key,
-                "slot": server.placement.slot_of(conversation.key),
+                "slot": state.slot_of(conversation.key),
                 "turns": conversation.turns,
                 "idleSeconds": round(state.clock() - conversation.last_used, 3),
                 "reuse": state.history.turns(conversation.key),
@@ -63,8 +60,20 @@ def _latest(state: State) -> list[Conversation]:
     return sorted(state.conversations, key=lambda conversation: -conversation.last_used)[:CONVERSATIONS]
 
 
-def _topology(state: State) -> dict[str, object] | None:
-    known = state.probe.latest(state.running.probe_target)
+def _server(state: State, server: Server, target: Target) -> dict[str, object]:
+    return {
+        "topology": _topology(state, target),
+        "server": {
+            "build": state.probe.known_build(target),
+            "epoch": server.epoch,
+            "clearsIdleSlots": server.clears_idle_slots,
+        },
+        "gates": _gates(state, server),
+    }
+
+
+def _topology(state: State, target: Target) -> dict[str, object] | None:
+    known = state.probe.latest(target)
     if known is None:
         return None
     found, asked_at = known

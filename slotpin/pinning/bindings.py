@@ -12,13 +12,15 @@ from slotpin.pinning.decision import Decision
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """`generation` counts changes of the slot settings; `slot_ids` is the topology it was made on, None if unknown."""
+    """`generation` counts changes of the slot settings; `slot_ids` is the topology it was made on, None if unknown.
+    `model` is a router's, whose models have slots of their own; empty elsewhere."""
 
     request_id: str
     conversation: str
     decision: Decision
     generation: int
     slot_ids: tuple[int, ...] | None
+    model: str = ""
     ended: bool = False
 
 
@@ -49,15 +51,13 @@ class Bindings:
     def abort(self, request_id: str) -> None:
         self._open.pop(request_id, None)
 
-    def candidates(self, conversation: str) -> tuple[Binding, ...]:
+    def candidates(self, conversation: str, model: str = "") -> tuple[Binding, ...]:
         """What a compactor request of `conversation` could belong to; an empty name means that it is not known."""
-        if conversation:
-            return tuple(
-                binding
-                for binding in (*self._open.values(), *self._ended.values())
-                if binding.conversation == conversation
-            )
-        return (*self._open.values(), *self._ended.values())
+        return tuple(
+            binding
+            for binding in (*self._open.values(), *self._ended.values())
+            if binding.model == model and conversation in ("", binding.conversation)
+        )
 
     @property
     def open_count(self) -> int:

@@ -38,7 +38,7 @@ class Unverified:
     `silent`: no answer came in time, so the server may be there and busy.
     """
 
-    reason: Literal[Reason.PROBE_FAILED, Reason.TOPOLOGY_INVALID]
+    reason: Literal[Reason.PROBE_FAILED, Reason.TOPOLOGY_INVALID, Reason.MODEL_NOT_LOADED]
     detail: str = ""
     silent: bool = False
 

@@ -17,6 +17,7 @@ class Reason(enum.StrEnum):
     NOT_JSON_OBJECT = "not_json_object"
     PROBE_FAILED = "probe_failed"
     TOPOLOGY_INVALID = "topology_invalid"
+    MODEL_NOT_LOADED = "model_not_loaded"
     TOO_FEW_SLOTS = "too_few_slots"
     IDS_COLLIDE = "ids_collide"
     EXPLICIT_CONFLICT = "explicit_conflict"
@@ -55,6 +56,11 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.TOPOLOGY_INVALID: Explanation(
         "the answer to /slots is not a list of slots",
         "check that compactor.baseUrl names a llama-server",
+        passes=True,
+    ),
+    Reason.MODEL_NOT_LOADED: Explanation(
+        "the router has not loaded the request's model, or does not know it",
+        "send a main request first, which loads it",
         passes=True,
     ),
     Reason.TOO_FEW_SLOTS: Explanation(

@@ -58,9 +58,9 @@ async def _last_look(plan: Plan, server: Server, admitted: Admitted, retry_secon
         plan.decision = unpinned(plan.decision, Reason.SLOT_EMPTIED if helps else Reason.PINNING_STOPPED)
 
 
-def busy_message(plan: Plan, server: Server, seconds: float) -> str:
+def busy_message(plan: Plan, seconds: float) -> str:
     """Which slot somebody has waited for in vain, and for whom."""
-    assert plan.gate is not None
-    holder = server.gates.holder(plan.gate)
+    assert plan.server is not None and plan.gate is not None
+    holder = plan.server.gates.holder(plan.gate)
     held = f"held by {holder.who}" if holder is not None else "still busy for a client that has left"
-    return f"slot {plan.gate} is {held}; this request has waited {seconds:g} s"
+    return f"slot {plan.gate} is {held}; this request has waited {seconds / 60:.3g} min"

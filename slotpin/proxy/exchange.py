@@ -71,9 +71,8 @@ class Exchange:
             try:
                 await self._pass_gate(plan, ledger)
             except TimeoutError:
-                server = self._state.server(self._running.probe_target)
                 seconds = self._running.settings.gate.wait_seconds
-                plan.decision = refused(Reason.SLOT_BUSY, busy_message(plan, server, seconds))
+                plan.decision = refused(Reason.SLOT_BUSY, busy_message(plan, seconds))
         if not ledger.has_decision:
             ledger.decided()
         answer.own_headers = self._own_headers(plan)
@@ -84,7 +83,8 @@ class Exchange:
 
     async def _pass_gate(self, plan: Plan, ledger: Ledger) -> None:
         """Wait for admission, with a sign of life to a client that streams. Raises TimeoutError."""
-        server, gate = self._state.server(self._running.probe_target), self._running.settings.gate
+        server, gate = plan.server, self._running.settings.gate
+        assert server is not None
         admission = admit(plan, server, f"{plan.classified.role} request {self.id}", self._running.retry_seconds)
         if server.gates.is_open(plan.gate):
             ledger.admitted(server, await admission)

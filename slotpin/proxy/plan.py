@@ -42,6 +42,7 @@ class Plan:
     raw: bytes | None
     body: Body | None = None
     probed: Probed | None = None
+    server: Server | None = None
     conversation: Conversation | None = None
     change: Difference | None = None
     gate: int | None = None
@@ -90,13 +91,12 @@ class Planner:
         classified = self._classify(route, body)
         assert route.shape is not None
         turn = read_turn(body, route.shape)
-        server = self._state.server(self._running.probe_target)
-        probed = await server.topology() if self._running.pin.needs_topology else None
+        server, probed = await self._server(body.model)
         request = replace(body.request, fans_out=body.completions > 1)
         if route.shape is Shape.ANTHROPIC:
             request = replace(request, route_pins=isinstance(probed, Topology) and await server.is_patched())
         ids = session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
-        plan = Plan(classified, Decision(Action.LEAVE, Reason.DISABLED), raw, body, probed)
+        plan = Plan(classified, Decision(Action.LEAVE, Reason.DISABLED), raw, body, probed, server)
         if classified.role is Role.MAIN:
             self._main(plan, server, request, ids, turn, body)
         else:
@@ -106,6 +106,22 @@ class Planner:
         if plan.decision.reason in _CHOSEN and not server.pinning_helps(self._running.retry_seconds):
             plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
         return plan
+
+    async def _server(self, model: str | None) -> tuple[Server, Probed | None]:
+        """The server that the request will run on, and its slots where they are needed."""
+        state, target = self._state, self._running.probe_target
+        server = state.server(target)
+        if not self._running.pin.needs_topology:
+            return server, None
+        probed = None if state.probe.is_router(target) else await server.topology()
+        if not state.probe.is_router(target):
+            return server, probed
+        of_model = replace(target, model=model or "")
+        probed = await state.probe.topology(of_model)
+        if isinstance(probed, Topology):
+            server = state.server(of_model)
+            await server.topology()
+        return server, probed
 
     def _main(
         self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body
@@ -123,7 +139,7 @@ class Planner:
                 server.placement.note(conversation.key, slot, now)
         plan.decision = decision
         slot_ids = plan.probed.ids if isinstance(plan.probed, Topology) else None
-        state.bindings.open(Binding(self._id, conversation.key, decision, pin.generation, slot_ids))
+        state.bindings.open(Binding(self._id, conversation.key, decision, pin.generation, slot_ids, server.model))
 
     def _placed(self, decision: Decision, topology: Topology, server: Server, conversation: Conversation) -> Decision:
         pin = self._running.pin
@@ -156,7 +172,8 @@ class Planner:
                 plan.decision = replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
                 return
         named = state.conversations.named(ids)
-        candidates = state.bindings.candidates(named.key if named is not None else _NOBODY if ids else "")
+        conversation = named.key if named is not None else _NOBODY if ids else ""
+        candidates = state.bindings.candidates(conversation, server.model)
         decision = decide_compactor(pin, plan.probed, request, candidates)
         if decision.action is Action.REFUSE and plan.classified.on_unsafe is OnUnsafe.PASS:
             decision = let_pass(decision)

@@ -22,10 +22,18 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to ask: the server's root URL, without `/v1`, and the API key."""
+    """Where to ask: the server's root URL, without `/v1`, and the API key.
+
+    `model`: of a router, which has a server for each model; a question never makes it load one.
+    """
 
     root_url: str
     api_key: str
+    model: str = ""
+
+    @property
+    def params(self) -> dict[str, str]:
+        return {"model": self.model, "autoload": "false"} if self.model else {}
 
 
 class Probe:
@@ -39,6 +47,7 @@ class Probe:
         self._latest: LRUCache[Target, tuple[Topology, float]] = LRUCache(64)
         self._builds: LRUCache[Target, str] = LRUCache(64)
         self._running: dict[Target, asyncio.Task[Probed]] = {}
+        self._routers: set[Target] = set()
         self.asked = 0
         self.failed = 0
 
@@ -84,10 +93,16 @@ class Probe:
         """None where it was not asked for yet, or the server may be another process."""
         return self._builds.get(target)
 
+    def is_router(self, target: Target) -> bool:
+        """Whether the server said that its slots belong to a model."""
+        return target in self._routers
+
     def forget(self, target: Target) -> None:
         """The server broke off: it may come back with other slots."""
-        self._verified.pop(target, None)
-        self._builds.pop(target, None)
+        self._routers.discard(target)
+        for known in (self._verified, self._builds):
+            for same in [each for each in known if each.root_url == target.root_url]:
+                known.pop(same, None)
 
     async def close(self) -> None:
         for task in list(self._running.values()):
@@ -113,6 +128,11 @@ class Probe:
             return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s", silent=True)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Unverified(Reason.PROBE_FAILED, _unreachable(error))
+        if status == 400 and not target.model:
+            self._routers.add(target)
+            return Unverified(Reason.PROBE_FAILED, "it is a router, and the request names no model")
+        if status == 400:
+            return Unverified(Reason.MODEL_NOT_LOADED)
         if status != 200:
             return Unverified(Reason.PROBE_FAILED, _STATUS.get(status, f"/slots answered with HTTP{status}"))
         try:
@@ -127,7 +147,9 @@ class Probe:
                 connector=aiohttp.TCPConnector(force_close=True), cookie_jar=aiohttp.DummyCookieJar()
             )
         headers = {"Authorization": f"Bearer {target.api_key}"}
-        async with self._session.get(f"{target.root_url}{path}", headers=headers, allow_redirects=False) as answer:
+        async with self._session.get(
+            f"{target.root_url}{path}", params=target.params, headers=headers, allow_redirects=False
+        ) as answer:
             body = b""
             while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
                 body += more

@@ -34,14 +34,15 @@ class _Mark:
 class Server:
     """`epoch` is another one for each process that has been seen, here or elsewhere; what a slot held is gone with it.
 
-    `clears_idle_slots`: whether it clears every idle slot when a request starts (`--cache-idle-slots` with a unified
-    KV cache); None while that is not known. `clock` gives seconds.
+    `model`: which one of a router's, empty elsewhere. `clears_idle_slots`: whether it clears every idle slot when a
+    request starts (`--cache-idle-slots` with a unified KV cache); None while that is not known. `clock` gives seconds.
     """
 
     def __init__(self, probe: Probe, target: Target, clock: Callable[[], float]) -> None:
         self._probe = probe
         self._target = target
         self._clock = clock
+        self.model = target.model
         self.gates = Gates(self.look, clock)
         self.placement = Placement()
         self.epoch = next(_EPOCHS)

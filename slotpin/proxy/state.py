@@ -79,7 +79,7 @@ class State:
         self.outcomes: Counter[str] = Counter()
         self.relayed = 0
         self._pools: dict[Address, UpstreamPool] = {}
-        self._servers: dict[Target, Server] = {}
+        self.servers: dict[Target, Server] = {}
 
     def apply(self, settings: Settings) -> None:
         """Put new settings in force. Exchanges under way go on with theirs."""
@@ -98,10 +98,15 @@ class State:
         return pool
 
     def server(self, target: Target) -> Server:
-        server = self._servers.get(target)
+        server = self.servers.get(target)
         if server is None:
-            server = self._servers[target] = Server(self.probe, target, self.clock)
+            server = self.servers[target] = Server(self.probe, target, self.clock)
         return server
+
+    def slot_of(self, conversation: str) -> int | None:
+        """Where it was placed last, on any server."""
+        slots = (server.placement.slot_of(conversation) for server in self.servers.values())
+        return next((slot for slot in slots if slot is not None), None)
 
     def forget(self, ids: Sequence[SessionId]) -> bool:
         """Forget a session's conversation, so that its slot is free for another; whether it was known."""
@@ -109,12 +114,12 @@ class State:
         if conversation is None:
             return False
         self.conversations.forget(conversation.key)
-        for server in self._servers.values():
+        for server in self.servers.values():
             server.placement.forget(conversation.key)
         return True
 
     async def close(self) -> None:
-        for server in self._servers.values():
+        for server in self.servers.values():
             server.close()
         for pool in self._pools.values():
             pool.close()

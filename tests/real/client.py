@@ -66,7 +66,8 @@ def fetch(url: str, body: object = None, headers: Mapping[str, str] | None = Non
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     connection = http.client.HTTPConnection(parts.netloc, timeout=SECONDS)
     try:
-        connection.request("GET" if data is None else "POST", parts.path, data, dict(headers or {}))
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        connection.request("GET" if data is None else "POST", target, data, dict(headers or {}))
         answer = connection.getresponse()
         names = {name.lower(): value for name, value in answer.getheaders()}
         return Answer(answer.status, names, answer.read())

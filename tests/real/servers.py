@@ -82,6 +82,34 @@ def llama(*flags: str, port: int | None = None, api_key: str = "", loaded: bool 
             runner.run(server.stop())
 
 
+class Router:
+    """A llama-server without a model of its own, which starts one for each that is asked for."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @property
+    def loaded(self) -> set[str]:
+        models = fetch(f"{self.url}/models").json["data"]
+        return {model["id"] for model in models if model["status"]["value"] == "loaded"}
+
+
+@contextmanager
+def router(models: Path) -> Iterator[Router]:
+    """In front of the models that lie in a folder."""
+    port = free_port(HOST, 0)
+    own = ("--host", HOST, "--port", str(port), "--models-dir", str(models), "--models-max", "4")
+    each = ("--threads", "1", "--parallel", "2", "--ctx-size", "8192", "--kv-unified", "--no-cache-idle-slots")
+    with asyncio.Runner() as runner:
+        server = LlamaServer(stock_binary(), [*own, *each], HOST, port, server_log(port))
+        try:
+            runner.run(server.start())
+            runner.run(server.wait_ready())
+            yield Router(server.base_url)
+        finally:
+            runner.run(server.stop())
+
+
 class Slotpin:
     """A running `slotpin serve`; its log is JSON."""
 
