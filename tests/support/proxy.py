@@ -34,7 +34,7 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 15))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
 
     return run
 
