@@ -72,10 +72,10 @@ the two others plus 2 %, and its main and side tokens together at most 1.1 times
 otherwise it says by how many tokens slotpin lies above that lower one. Side requests that slotpin refused evaluate
 nothing; they are named.
 
-Two conversations in turn have a slot each through slotpin, and the opening that they share is evaluated for each of them,
-once. Naive pinning puts both into one slot, where the second finds that opening: cheaper as long as host memory brings
-either back at every change, and three times as dear where it can't (`--cache-ram 0`). slotpin can't know which, so it
-keeps them apart, as llama-server by itself does.
+Two conversations in turn have a slot each through slotpin, and the opening that they share is evaluated for each of
+them, once. Naive pinning puts both into one slot, where the second finds that opening: cheaper as long as host memory
+brings either back at every change, and three times as dear where it can't (`--cache-ram 0`). slotpin can't know
+which, so it keeps them apart, as llama-server by itself does.
 """
 MAIN_TOLERANCE = 1.02
 SUM_TOLERANCE = 1.1

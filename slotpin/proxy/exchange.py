@@ -86,7 +86,7 @@ class Exchange:
         server, gate = plan.server, self._running.settings.gate
         assert server is not None
         admission = admit(plan, server, f"{plan.classified.role} request {self.id}", self._running.retry_seconds)
-        if server.gates.is_open(plan.gate):
+        if server.gates.is_open(plan.gate) and not server.gates.could_meet(pinned=plan.decision.slot is not None):
             ledger.admitted(server, await admission)
             return
         waiting = asyncio.create_task(admission)
