@@ -25,9 +25,12 @@ class Binding:
 
 
 class Bindings:
-    """Open bindings by request, and the last ended one of each conversation (the `max_ended` latest conversations)."""
+    """Open bindings by request, and the last ended one of each conversation, until that is forgotten.
 
-    def __init__(self, max_ended: int = 256) -> None:
+    `max_ended` is for those that end after their conversation was forgotten: more than there are conversations.
+    """
+
+    def __init__(self, max_ended: int = 1024) -> None:
         self._open: dict[str, Binding] = {}
         self._ended: LRUCache[Hashable, Binding] = LRUCache(max_ended)
 
@@ -50,6 +53,10 @@ class Bindings:
 
     def abort(self, request_id: str) -> None:
         self._open.pop(request_id, None)
+
+    def forget(self, conversation: str) -> None:
+        """Its ticket is no longer needed."""
+        self._ended.pop(conversation, None)
 
     def candidates(self, conversation: str, model: str = "") -> tuple[Binding, ...]:
         """What a compactor request of `conversation` could belong to; an empty name means that it is not known."""

@@ -130,7 +130,10 @@ class Conversations:
     They have separate bounds, so that any number of single requests pushes out no real conversation.
     """
 
-    def __init__(self, max_known: int = 256, max_passing: int = 256) -> None:
+    def __init__(
+        self, max_known: int = 256, max_passing: int = 256, on_forget: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._on_forget = on_forget
         self._all: dict[str, Conversation] = {}
         # Only the order of use.
         self._known: LRUCache[str, None] = LRUCache(max_known)
@@ -186,6 +189,7 @@ class Conversations:
                 self._drop_id((source, seen.value), key)
             self._known.pop(key, None)
             self._passing.pop(key, None)
+            self._on_forget(key)
 
     def get(self, key: str) -> Conversation | None:
         return self._all.get(key)

@@ -63,6 +63,8 @@ class Ledger:
     def message_ended(self, counters: Counters | None) -> None:
         """The client has its whole answer, and the server is done with the slot."""
         self._state.bindings.end(self._id)
+        if self._server is not None:
+            self._server.answered()
         if counters is not None:
             self._reuse = self._assess(counters)
         if self._server is not None and self._admitted is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from slotpin.pinning.bindings import Binding
 from slotpin.pinning.conversations import Conversation, session_ids
@@ -188,7 +189,7 @@ class Planner:
             self._running.recognisers,
             body.model,
             self._api_key(),
-            lambda: read_opening(body),
+            cache(lambda: read_opening(body)),
         )
 
     @property

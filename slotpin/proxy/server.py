@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ class Server:
         self._stopped_at = 0.0
         self._topology: Topology | None = None
         self._asked_at = float("-inf")
+        # When exchanges were answered since the last look: each has taken a task's number.
+        self._answered: deque[float] = deque(maxlen=4096)
         # Exchanges that the server was sent, those that are over, and those that ran in a slot of its own choice; who
         # ran last in a slot; when a turn ended.
         self._begun = self._ended = self._strays = 0
@@ -87,6 +90,10 @@ class Server:
 
     def ended(self) -> None:
         self._ended += 1
+
+    def answered(self) -> None:
+        """An exchange has run in a slot, to its message end."""
+        self._answered.append(self._clock())
 
     def mark(self, key: str) -> None:
         """A turn of this conversation has ended just now."""
@@ -146,20 +153,22 @@ class Server:
         latest = self._probe.latest(self._target)
         if latest is not None and latest[0] is not self._topology:
             topology, asked_at = latest
-            before = self._topology
+            if (before := self._topology) is not None:
+                passed = sum(at < asked_at for at in self._answered)
+                if before.ids != topology.ids or topology.last_task < before.last_task + passed:
+                    self._restarted()
             self._topology, self._asked_at = topology, asked_at
-            if before is not None and (before.ids != topology.ids or topology.last_task < before.last_task):
-                self._restarted()
+            self._answered.clear()
             self.gates.observe(topology, asked_at)
             if not _is_patched(self._probe.known_build(self._target) or ""):
                 self.gates.suspect(topology, asked_at)
         return probed
 
     def _restarted(self) -> None:
-        """Another process, or the same after a sleep: its slots are new. Task numbers only grow in one process."""
+        """Another process, or the same after a sleep: its slots are empty. Task numbers only grow in one process, at
+        least by one for each exchange. Conversations keep their slots: nothing better is known of any."""
         self.epoch = next(_EPOCHS)
         self.clears_idle_slots = None
-        self.placement.reset()
         self._ran.clear()
 
 

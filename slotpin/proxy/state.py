@@ -71,7 +71,7 @@ class State:
         self.started = clock()
         self.running = Running.of(settings, generation=1)
         self.bindings = Bindings()
-        self.conversations = Conversations()
+        self.conversations = Conversations(on_forget=self.bindings.forget)
         self.probe = Probe(clock)
         self.warner = Warner(log, clock)
         self.history = History()
