@@ -19,6 +19,7 @@ from pathlib import Path
 from slotpin.llama.series import FOLDER, choose, patch_name
 from slotpin.llama.source import ensure_tree, find_source
 
+PACKAGED = "llama.cpp as packaged"
 AUTHOR = ("-c", "user.name=slotpin", "-c", "user.email=slotpin@users.noreply.invalid")
 
 
@@ -28,18 +29,22 @@ def git(tree: Path, *arguments: str) -> str:
 
 
 def make_tree(tree: Path) -> None:
+    if tree.exists():
+        raise SystemExit(f"{tree} is there already; name a folder that is not")
     source = ensure_tree(find_source(None), lambda line: print(line, file=sys.stderr))
     shutil.copytree(source, tree, symlinks=True)
     git(tree, "init", "--quiet", "--initial-branch", "slotpin")
     git(tree, "add", "--all", "--force")
-    git(tree, "commit", "--quiet", "--message", "llama.cpp as packaged")
+    git(tree, "commit", "--quiet", "--message", PACKAGED)
     for patch in choose("all").patches:
         git(tree, "am", "--quiet", str(patch))
         print(f"applied {patch.name}")
 
 
 def write_series(tree: Path) -> None:
-    first = git(tree, "rev-list", "--max-parents=0", "HEAD").strip()
+    first = first_commit(tree)
+    if git(tree, "status", "--porcelain"):
+        raise SystemExit(f"{tree} has changes that are not committed; commit or drop them first")
     with tempfile.TemporaryDirectory() as folder:
         form = ("--zero-commit", "--no-signature", "--no-numbered", "--unified=2", "--output-directory", folder)
         git(tree, "format-patch", *form, f"{first}..HEAD")
@@ -48,11 +53,26 @@ def write_series(tree: Path) -> None:
         for patch in sorted(Path(folder).iterdir()):
             name = names.get(subject(patch), patch_name(patch))
             written[f"{patch.name[:4]}-{name}.patch"] = patch.read_text(encoding="utf-8")
-    for patch in choose("all").patches:
-        patch.unlink()
     for name, text in written.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
+    for patch in FOLDER.glob("*.patch"):
+        if patch.name not in written:
+            patch.unlink()
+            print(f"removed {patch.name}")
+
+
+def first_commit(tree: Path) -> str:
+    """Of a tree that `make_tree` has made: another repository's commits are no series."""
+    try:
+        top = git(tree, "rev-parse", "--show-toplevel").strip()
+        first = git(tree, "rev-list", "--max-parents=0", "HEAD").strip()
+        subject = git(tree, "show", "--no-patch", "--format=%s", first).strip()
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        raise SystemExit(f"{tree} is no git repository; make one with: llama_patches.py tree {tree}") from None
+    if Path(top).resolve() != tree.resolve() or subject != PACKAGED:
+        raise SystemExit(f"{tree} was not made by: llama_patches.py tree {tree}")
+    return first
 
 
 def subject(patch: Path) -> str:
