@@ -19,6 +19,9 @@ from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
+from slotpin.pi import setup as pi
+from slotpin.pi.folder import agent_folder
+from slotpin.pi.served import look
 from slotpin.service import serve, up
 
 
@@ -119,6 +122,22 @@ def _parser() -> argparse.ArgumentParser:
     verify_parser.add_argument("--no-direct", action="store_true", help="leave out the run without slotpin")
     verify_parser.add_argument("--json", action="store_true", help="as JSON")
 
+    pi_parser = commands.add_parser("pi", help="set Pi up for slotpin, or undo that")
+    pi_commands = pi_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    setup_parser = _command(
+        pi_commands, "setup", _pi_setup, "add the running slotpin and its companion extension to Pi's agent folder"
+    )
+    _add_settings(setup_parser)
+    setup_parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what Pi sends as llama-server's API key; '$NAME' names a variable (default: none)",
+    )
+    _add_pi_files(setup_parser)
+    setup_parser.add_argument("--print", action="store_true", help="print the files as they would be, change nothing")
+    remove_parser = _command(pi_commands, "remove", _pi_remove, "undo slotpin pi setup")
+    _add_pi_files(remove_parser)
+
     config_parser = commands.add_parser("config", help="check or show the configuration")
     config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     check_parser = _command(config_commands, "check", _config_check, "check a configuration file")
@@ -151,6 +170,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration, by its path"
     )
+
+
+def _add_pi_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="don't ask")
+    parser.add_argument("--dry-run", action="store_true", help="show what would change, change nothing")
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
@@ -252,6 +276,51 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         print("\n".join(verifying.lines(result)))
     return 0 if result.kept else 1
+
+
+def _pi_setup(options: argparse.Namespace) -> None:
+    settings = _loader(options, {})().settings
+    url, folder = doctor.listen_url(settings.listen), agent_folder(os.environ)
+    key = options.api_key or pi.known_key(folder)
+    own_key = settings.compactor.api_key.get_secret_value()
+    found = asyncio.run(look(url, own_key, pi_has_key=key is not None))
+    plan = pi.plan_setup(folder, url, key, found)
+    if options.print:
+        print(pi.contents(plan), end="")
+    elif _agreed(plan, options, "set up already: nothing to change"):
+        print(f"done; now run: pi --model {pi.first_model(found)}")
+
+
+def _pi_remove(options: argparse.Namespace) -> None:
+    if _agreed(pi.plan_removal(agent_folder(os.environ)), options, "done: nothing was left to undo"):
+        print("done")
+
+
+def _agreed(plan: pi.Plan, options: argparse.Namespace, nothing: str) -> bool:
+    """Show the plan and carry it out; whether that was done."""
+    asks = not (plan.is_empty or options.yes or options.dry_run)
+    if asks and not sys.stdin.isatty():
+        raise UserError("this changes Pi's files: run it on a terminal, which asks first, or with --yes")
+    for line in (*plan.notes, *pi.differences(plan)):
+        print(line)
+    if options.dry_run:
+        print("nothing was changed (--dry-run)")
+        return False
+    if asks and not _says_yes("Change these files? [y/N] "):
+        print("nothing was changed")
+        return False
+    pi.carry_out(plan)
+    if plan.is_empty:
+        print(nothing)
+    return not plan.is_empty
+
+
+def _says_yes(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 def _config_check(options: argparse.Namespace) -> None:

@@ -265,21 +265,22 @@ class BuiltinRecognisers(_Model):
 
 
 class CustomRecogniser(_Model):
-    """Matches when every condition that is given matches: `model` and `api_key` the whole value, `system` and
-    `user` the opening of the request's first text of that role, case-sensitive."""
+    """Matches when every condition that is given matches: `model` and `api_key` the whole value, `system`, `user` and
+    `last` the opening of a text of the first system, the first user and the last message, case-sensitive."""
 
     name: Name
     model: Text | None = None
     api_key: Secret | None = None
     system: Text | None = None
     user: Text | None = None
+    last: Text | None = None
     role: Annotated[Literal["compactor", "main"], Allowed('"compactor" or "main"')] = "compactor"
     on_unsafe: Annotated[Literal["refuse", "pass"], Allowed('"refuse" or "pass"')] = "refuse"
 
     @model_validator(mode="after")
     def _has_condition(self) -> Self:
-        if not any((self.model, self.api_key, self.system, self.user)):
-            raise ValueError("has no condition; give at least one of model, apiKey, system, user")
+        if not any((self.model, self.api_key, self.system, self.user, self.last)):
+            raise ValueError("has no condition; give at least one of model, apiKey, system, user, last")
         return self
 
 

@@ -9,8 +9,6 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from slotpin import __version__
 from slotpin.config import Loaded
 from slotpin.errors import UserError
@@ -124,17 +122,10 @@ def greeting(url: str, upstream: str, mode: bool | str, found: Found) -> list[st
     ]
     if found.model is None:
         return lines
-    provider = {
-        "baseUrl": f"{url}/v1",
-        "api": "openai-completions",
-        "apiKey": "none",
-        "models": [{"id": found.model, **_context_window(found)}],
-    }
-    providers = msgspec.json.encode({"providers": {"slotpin": provider}}).decode()
     return [
         *lines,
-        f"  Pi                put into ~/.pi/agent/models.json: {providers}",
-        f"                    then run: pi --model slotpin/{found.model}",
+        f"  any client        base URL {url}/v1",
+        f"  Pi                slotpin pi setup, then: pi --model slotpin/{found.model}",
     ]
 
 
@@ -146,9 +137,3 @@ def _slots(found: Found) -> str:
             contexts = sorted({slot.n_ctx for slot in slots if slot.n_ctx is not None})
             each = f", context of each {' or '.join(map(str, contexts))} tokens" if contexts else ""
             return f"{len(slots)}{each}"
-
-
-def _context_window(found: Found) -> dict[str, int]:
-    if isinstance(found.probed, Topology) and found.probed.slots and found.probed.slots[0].n_ctx:
-        return {"contextWindow": found.probed.slots[0].n_ctx}
-    return {}

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from slotpin.pi.folder import MODELS, agent_folder
 from slotpin.pinning.endpoints import same_endpoint
 
 DEFAULT_CONTEXT_WINDOW = 128000  # Pi's, for a model that does not say
@@ -39,8 +40,7 @@ class Believed:
 
 
 def models_file(environ: Mapping[str, str]) -> Path:
-    folder = environ.get("PI_CODING_AGENT_DIR")
-    return (Path(folder).expanduser() if folder else Path.home() / ".pi" / "agent") / "models.json"
+    return agent_folder(environ) / MODELS
 
 
 def believed(file: Path, slotpin_url: str) -> list[Believed] | str:

@@ -13,6 +13,10 @@ Not every run is enough, because conversations often open alike ("hi", a file of
 - anywhere else: two messages. They came from within a conversation, where messages seldom repeat.
 On a tie the most recently used one is taken. System text and tools never count.
 
+A compaction may leave less: the last message and the answer to it, or the answer alone, which nobody here has seen. A
+request that begins with a client's summary and was not found goes on with a conversation under the same system text
+and tools: one that has any late message in common with it, else the most recently used one.
+
 A client may send the session's id with its sub-agents too. What has neither the opening nor any message of the id's
 conversation is a conversation of its own, known by the id and its opening.
 
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
 # Where session ids stand that stay the same over a conversation, most trusted first.
 SESSION_HEADERS = ("x-slotpin-session", "x-session-affinity", "session_id", "x-claude-code-session-id")
 SESSION_FIELDS = ("prompt_cache_key", "session_id", "metadata.user_id")
+# Claude Code's sub-agents carry their session's id, and this one of their own.
+_AGENT_HEADER = b"x-claude-code-agent-id"
+# opencode's child sessions have ids of their own, and their parent's here.
+_PARENT_HEADER = b"x-parent-session-id"
 
 SessionId = tuple[str, str]  # source, value
 
@@ -62,8 +70,32 @@ def session_ids(
     """The ids that a request carries, most trusted first. `header` looks one up by its name in lower case.
 
     A field is a member of the body, or of an object in it ("metadata.user_id"). A user's id is not a session's: of
-    `metadata.user_id` only the session in it counts.
+    `metadata.user_id` only the session in it counts. A sub-agent that has its own id has the session's together with
+    that.
     """
+    ids = _session_ids(header, body, header_names, field_names)
+    agent = header(_AGENT_HEADER)
+    return [(source, _short(f"{value} {agent.decode('latin-1')}")) for source, value in ids] if agent else ids
+
+
+def parent_ids(
+    header: Callable[[bytes], bytes | None],
+    body: Body | None,
+    header_names: Iterable[str] = SESSION_HEADERS,
+    field_names: Iterable[str] = SESSION_FIELDS,
+) -> list[SessionId]:
+    """The ids of the conversation that started the one which a request is of; empty where it names none."""
+    if parent := header(_PARENT_HEADER):
+        return [(name, _short(parent.decode("latin-1"))) for name in header_names]
+    return _session_ids(header, body, header_names, field_names) if header(_AGENT_HEADER) else []
+
+
+def _session_ids(
+    header: Callable[[bytes], bytes | None],
+    body: Body | None,
+    header_names: Iterable[str],
+    field_names: Iterable[str],
+) -> list[SessionId]:
     found: dict[str, str] = {}
     for name in header_names:
         if raw := header(name.lower().encode()):
@@ -151,7 +183,8 @@ class Conversations:
         if named := self.named(ids):
             return named
         appended_to = self._begun_by(turn, model, len(turn.messages), ids)
-        return appended_to or self._most_in_common(turn, model, ids)
+        found = appended_to or self._most_in_common(turn, model, ids)
+        return self._compacted(turn, model, ids) if found is None and turn.compacted else found
 
     def advance(self, ids: Sequence[SessionId], turn: Turn, model: str | None, now: float) -> Conversation:
         """Take over a main request: as the next turn of its conversation, or as the first of a new one."""
@@ -257,11 +290,25 @@ class Conversations:
                     best, best_rank = conversation, rank
         return best
 
+    def _compacted(self, turn: Turn, model: str | None, ids: Sequence[SessionId]) -> Conversation | None:
+        """The conversation that this may be the rest of."""
+        messages = set(turn.messages)
+        candidates = [
+            conversation
+            for conversation in self._all.values()
+            if conversation.turn.opening == turn.opening and _may_be_meant(conversation, model, ids)
+        ]
+        return max(
+            candidates,
+            key=lambda each: (not messages.isdisjoint(each.turn.messages[-_TAIL:]), each.last_used),
+            default=None,
+        )
+
     def _marked(self, digest: int, model: str | None, ids: Sequence[SessionId]) -> Iterator[tuple[Conversation, int]]:
         """The conversations that have `digest` as a landmark and may be meant, and where they have it."""
         for key, position in self._landmarks.get(digest, {}).items():
             conversation = self._all[key]
-            if conversation.model == model and all(_compatible(conversation, *session) for session in ids):
+            if _may_be_meant(conversation, model, ids):
                 yield conversation, position
 
     def _mark(self, conversation: Conversation) -> None:
@@ -340,6 +387,10 @@ class _Run:
 
 def _related(one: Turn, other: Turn) -> bool:
     return one.opening == other.opening or not set(one.messages).isdisjoint(other.messages)
+
+
+def _may_be_meant(conversation: Conversation, model: str | None, ids: Sequence[SessionId]) -> bool:
+    return conversation.model == model and all(_compatible(conversation, *session) for session in ids)
 
 
 def _compatible(conversation: Conversation, source: str, value: str) -> bool:

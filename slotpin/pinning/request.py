@@ -160,18 +160,24 @@ def _member_decoder(name: str) -> msgspec.json.Decoder[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first system text and the first user text of a request, as far as they can be found."""
+    """Texts of a request's first system message, first user message, and last message where that is the user's.
 
-    system: str = ""
-    user: str = ""
+    Several where a message has several parts: Claude Code puts its name before each system text, and reminders before
+    the user's words. Empty where there is none.
+    """
+
+    system: tuple[str, ...] = ()
+    user: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
 
 
 def read_opening(body: Body) -> Opening:
-    """Find the opening texts in any of the five request shapes; what can't be read is empty."""
+    """Find these texts in any of the five request shapes; what can't be read is empty."""
     fields = body.fields
-    system = _content(read_value(fields.system)) or _content(read_value(fields.instructions))
-    user = ""
-    for raw in (*body.messages, *body.items):
+    system = _texts(read_value(fields.system)) or _texts(read_value(fields.instructions))
+    user: tuple[str, ...] = ()
+    messages = (*body.messages, *body.items)
+    for raw in messages:
         if user and system:
             break
         message = read_value(raw)
@@ -179,24 +185,25 @@ def read_opening(body: Body) -> Opening:
             continue
         role = message.get("role")
         if role in ("system", "developer"):
-            system = system or _content(message.get("content"))
+            system = system or _texts(message.get("content"))
         elif role == "user" and not user:
-            user = _content(message.get("content"))
-    for raw in (body.input_text, fields.prompt):
-        if not user and isinstance(value := read_value(raw), str):
-            user = value
-    return Opening(system, user)
+            user = _texts(message.get("content"))
+    if messages:
+        return Opening(system, user, _of_user(read_value(messages[-1])))
+    prompt = _texts(read_value(body.input_text)) or _texts(read_value(fields.prompt))
+    return Opening(system, prompt, prompt)
 
 
-def _content(value: object) -> str:
-    """Text of a message: a string, or the first text part of a list."""
+def _of_user(message: object) -> tuple[str, ...]:
+    return _texts(message.get("content")) if isinstance(message, dict) and message.get("role") == "user" else ()
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    """Texts of a message: a string, or the text parts of a list."""
     if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        for part in value:
-            if isinstance(part, dict) and isinstance(text := part.get("text"), str):
-                return text
-    return ""
+        return (value,) if value else ()
+    parts = value if isinstance(value, list) else ()
+    return tuple(text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str))
 
 
 def read_value(raw: msgspec.Raw) -> Any:

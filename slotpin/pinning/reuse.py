@@ -37,6 +37,7 @@ class Cause(enum.StrEnum):
     SERVER_RESTARTED = "server_restarted"
     SLOTS_CLEARED = "slots_cleared"
     OTHER_REQUEST = "other_request"
+    COMPACTED = "client_compacted"
     PROMPT_CHANGED = "prompt_changed"
     CONTEXT_FULL = "context_full"
     WINDOW = "sliding_window_or_hybrid"
@@ -67,7 +68,9 @@ class Reuse:
 
     @property
     def worth_a_warning(self) -> bool:
-        return self.lost > WARN_TOKENS and self.lost * WARN_SHARE > self.expected
+        """Not where the client meant to lose them."""
+        much = self.lost > WARN_TOKENS and self.lost * WARN_SHARE > self.expected
+        return much and self.cause is not Cause.COMPACTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,10 @@ REMEDIES: dict[Cause, Advice] = {
     Cause.OTHER_REQUEST: Advice(
         "another request ran on the conversation's slot since the last turn",
         "start llama-server with a larger --parallel, so that each conversation has a slot of its own",
+    ),
+    Cause.COMPACTED: Advice(
+        "the client has put a summary in the place of earlier messages",
+        "let it compact less often, where its context has room",
     ),
     Cause.PROMPT_CHANGED: Advice(
         "the client changed an earlier part of its prompt",
@@ -142,6 +149,8 @@ def _cause(left: Left, got: int, evidence: Evidence) -> tuple[Cause, str]:
     if evidence.other_ran:
         return Cause.OTHER_REQUEST, _slot(evidence.slot)
     if evidence.difference is not None:
+        if evidence.difference.compacted:
+            return Cause.COMPACTED, ""
         return Cause.PROMPT_CHANGED, _place(evidence.difference)
     if left.n_ctx is not None and left.prompt + (left.generated or 0) >= left.n_ctx:
         return Cause.CONTEXT_FULL, _slot(left.slot)

@@ -38,6 +38,10 @@ _FORMS = tuple(
 # Claude Code stamps each request; the server blanks the stamp (server-chat.cpp, normalize_anthropic_billing_header).
 _BILLING = re.compile(rb'("x-anthropic-billing-header:[^"]*?cch=)[^;"]{5}(?=;)')
 
+# What stands before such a summary: Pi (its core/messages.js). And how soon it comes in the message's JSON, in bytes.
+_SUMMARY_FOLLOWS = (b"The conversation history before this point was compacted into the following summary:",)
+_SOON = 200
+
 _Text = bytes | msgspec.Raw
 
 
@@ -46,23 +50,27 @@ class Turn:
     """Digests of 64 bits of one request.
 
     `messages`: in order, without the system messages at the front, of which there were `offset`. `opening`: of system
-    texts and tools in their order, which is the prompt's; 0 where there are none.
+    texts and tools in their order, which is the prompt's; 0 where there are none. `compacted`: the client's summary of
+    what it has cut off stands first.
     """
 
     messages: tuple[int, ...]
     opening: int
     offset: int
+    compacted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where a turn stops being an append of the one before: `index` as the client counts messages, `what` is its role.
 
-    `index` is None for what isn't a message; `what` never holds text of the client's.
+    `index` is None for what isn't a message; `what` never holds text of the client's. `compacted`: the client has put a
+    summary in the place of what was said there.
     """
 
     index: int | None
     what: str
+    compacted: bool = False
 
 
 def read_turn(body: Body, shape: Shape) -> Turn:
@@ -82,7 +90,9 @@ def _read(body: Body, shape: Shape) -> Turn:
         return Turn(_prompt(body.input_text), _digest_of(_head(body, shape)), 0)
     offset = _offset(elements)
     digests = tuple(map(_digest_without_marks if shape is Shape.ANTHROPIC else xxh3_64_intdigest, elements[offset:]))
-    return Turn(digests, _digest_of((*_head(body, shape), *elements[:offset])), offset)
+    first = bytes(memoryview(elements[offset])[:_SOON]) if digests else b""
+    compacted = any(text in first for text in _SUMMARY_FOLLOWS)
+    return Turn(digests, _digest_of((*_head(body, shape), *elements[:offset])), offset, compacted)
 
 
 def role_at(body: Body, index: int) -> str:
@@ -101,8 +111,9 @@ def difference(old: Turn, new: Turn, body: Body) -> Difference | None:
         return None
     if not (body.messages or body.items):
         return Difference(None, "prompt text")
-    index = new.offset + common_prefix(old.messages, new.messages)
-    return Difference(index, role_at(body, index))
+    common = common_prefix(old.messages, new.messages)
+    index = new.offset + common
+    return Difference(index, role_at(body, index), compacted=new.compacted and common == 0)
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

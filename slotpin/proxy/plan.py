@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from slotpin.pinning.bindings import Binding
-from slotpin.pinning.conversations import Conversation, session_ids
+from slotpin.pinning.conversations import Conversation, parent_ids, session_ids
 from slotpin.pinning.decision import (
     Action,
     Decision,
@@ -172,7 +172,9 @@ class Planner:
                 plan.conversation = extended
                 plan.decision = replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
                 return
-        named = state.conversations.named(ids)
+        running = self._running
+        parents = parent_ids(self._head.get, body, running.session_headers, running.session_fields)
+        named = state.conversations.named(ids) or state.conversations.named(parents)
         conversation = named.key if named is not None else _NOBODY if ids else ""
         candidates = state.bindings.candidates(conversation, server.model)
         decision = decide_compactor(pin, plan.probed, request, candidates)

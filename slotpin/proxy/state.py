@@ -138,6 +138,7 @@ def _recognisers(settings: Settings) -> tuple[Recogniser, ...]:
             api_key=rule.api_key.get_secret_value() if rule.api_key is not None else None,
             system=(rule.system,) if rule.system else (),
             user=(rule.user,) if rule.user else (),
+            last=(rule.last,) if rule.last else (),
         )
         for rule in chosen.custom
     )

@@ -169,7 +169,7 @@ BAD_FILES: dict[str, tuple[str | bytes, list[str]]] = {
     # recognisers
     "no condition": (
         '{"recognisers": {"custom": [{"name": "a", "model": null}]}}',
-        [": $.recognisers.custom[0]: has no condition; give at least one of model, apiKey, system, user"],
+        [": $.recognisers.custom[0]: has no condition; give at least one of model, apiKey, system, user, last"],
     ),
     "no name": (
         '{"recognisers": {"custom": [{"model": "m"}]}}',

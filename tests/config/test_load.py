@@ -143,7 +143,8 @@ def test_text_that_looks_like_json_stays_text() -> None:
 
 def test_custom_recognisers_from_all_sources(tmp_path: Path) -> None:
     rules = [
-        {"name": "a", "model": "m", "apiKey": "sk-a", "system": "S", "user": "U", "role": "main", "onUnsafe": "pass"},
+        {"name": "a", "model": "m", "apiKey": "sk-a", "system": "S", "user": "U", "last": "L"}
+        | {"role": "main", "onUnsafe": "pass"},
         {"name": "b", "user": "### Task:\nGenerate"},
     ]
     path = write(tmp_path, {"recognisers": {"custom": rules, "builtin": {"pi-summary": False}}})
@@ -151,7 +152,7 @@ def test_custom_recognisers_from_all_sources(tmp_path: Path) -> None:
     first, second = from_file.custom
     assert first.api_key is not None
     assert first.api_key.get_secret_value() == "sk-a"
-    assert (first.name, first.model, first.system, first.user) == ("a", "m", "S", "U")
+    assert (first.name, first.model, first.system, first.user, first.last) == ("a", "m", "S", "U", "L")
     assert (first.role, first.on_unsafe) == ("main", "pass")
     assert (second.role, second.on_unsafe, second.user) == ("compactor", "refuse", "### Task:\nGenerate")
     assert from_file.builtin.enabled() == set(BUILTIN_NAMES) - {"pi-summary"}

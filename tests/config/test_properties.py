@@ -95,7 +95,13 @@ urls = st.builds(
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 rules = st.fixed_dictionaries(
     {"name": names.map(lambda name: f"x{name[:63]}")},
-    optional={"model": texts, "apiKey": visible, "user": texts, "role": st.sampled_from(["main", "compactor"])},
+    optional={
+        "model": texts,
+        "apiKey": visible,
+        "user": texts,
+        "last": texts,
+        "role": st.sampled_from(["main", "compactor"]),
+    },
 ).flatmap(lambda rule: texts.map(lambda system: {**rule, "system": system}))
 slot_ids = st.integers(0, 2**31 - 1)
 seconds = st.integers(1, 3600) | st.floats(0.001, 3600)

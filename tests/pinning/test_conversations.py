@@ -39,6 +39,11 @@ class Table:
         return conversation.key
 
 
+def compacted(*messages: int, opening: int = 0) -> Turn:
+    """Its first message is the client's summary."""
+    return Turn(messages, opening, 0, compacted=True)
+
+
 def session(value: str) -> Ids:
     return [("x-session-affinity", value)]
 
@@ -54,6 +59,24 @@ class TestByMessages:
         assert table.take(1, 2, 3, 4, 5) == "c1"
         found = table.all.get("c1")
         assert found is not None and found.turns == 4 and len(table.all) == 2
+
+    def test_little_is_enough_behind_a_summary(self) -> None:
+        table = Table()
+        assert [table.take(*old, opening=opening) for old, opening in (((1, 2, 3), 7), ((4, 5, 6), 7), ((8,), 9))] == [
+            *("c1", "c2", "c3")
+        ]
+
+        def found(*messages: int, model: str = "m", opening: int = 7) -> str | None:
+            conversation = table.all.find((), compacted(*messages, opening=opening), model)
+            return conversation.key if conversation is not None else None
+
+        assert found(10, 3, 11, 12) == "c1"  # the last message, and the answer to it
+        assert found(10, 6, 11, 12) == "c2"
+        assert found(10, 11, 12) == "c2"  # an answer: the conversation used last under this system text
+        assert found(10, 11, 12, opening=9) == "c3"
+        assert found(10, 11, 12, opening=8) is None
+        assert found(10, 11, 12, model="n") is None
+        assert table.all.find((), turn(10, 3, 11, 12, opening=7), "m") is None  # no summary
 
     @pytest.mark.parametrize(
         ("old", "new"),

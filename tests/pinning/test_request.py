@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotpin.pinning.ids import ABSENT, UNPREDICTABLE, Explicit
-from slotpin.pinning.request import Body, read_body, read_opening
+from slotpin.pinning.request import Body, Opening, read_body, read_opening
 
 from .json_text import BODIES, REQUESTS
 from .wire import read
@@ -143,7 +143,40 @@ def text(words: str) -> dict[str, Any]:
 )
 def test_the_opening_texts(value: dict[str, Any], system: str, user: str) -> None:
     opening = read_opening(body_of(value))
-    assert (opening.system, opening.user) == (system, user)
+    assert (opening.system[:1], opening.user[:1]) == ((system,) if system else (), (user,) if user else ())
+
+
+def test_all_parts_of_a_message_are_texts() -> None:
+    opening = read_opening(
+        body_of(
+            {
+                "system": [text("You are C."), text("Be")],
+                "messages": [
+                    {"role": "user", "content": [text("Reminder"), IMAGE, text("Hello")]},
+                    {"role": "assistant", "content": "Yes"},
+                    {"role": "user", "content": [{"type": "tool_result", "content": "No"}, text("Summarise")]},
+                ],
+            }
+        )
+    )
+    assert opening == Opening(("You are C.", "Be"), ("Reminder", "Hello"), ("Summarise",))
+
+
+@pytest.mark.parametrize(
+    ("value", "last"),
+    [
+        ({"messages": [{"role": "user", "content": "Hello"}]}, ("Hello",)),
+        ({"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "No"}]}, ()),
+        ({"messages": [{"role": "user", "content": "Hello"}, {"role": "tool", "content": "No"}]}, ()),
+        ({"input": [{"role": "user", "content": "No"}, {"role": "user", "content": "Hello"}]}, ("Hello",)),
+        ({"input": "Hello"}, ("Hello",)),
+        ({"prompt": "Hello"}, ("Hello",)),
+        ({"messages": [7]}, ()),
+        ({}, ()),
+    ],
+)
+def test_the_last_text_is_the_users(value: dict[str, Any], last: tuple[str, ...]) -> None:
+    assert read_opening(body_of(value)).last == last
 
 
 any_json = st.recursive(
@@ -167,7 +200,7 @@ messages = st.lists(st.fixed_dictionaries({"role": roles | any_json, "content": 
 def test_odd_types_never_raise(value: dict[str, Any]) -> None:
     body = body_of(value)
     opening = read_opening(body)
-    assert isinstance(opening.system, str) and isinstance(opening.user, str)
+    assert all(isinstance(found, str) for found in (*opening.system, *opening.user, *opening.last))
     assert body.model is None or body.model == value["model"]
     assert body.completions >= 1
     assert body.streams in (True, False)

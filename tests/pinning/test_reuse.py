@@ -109,12 +109,19 @@ def test_a_part_found_again_is_no_sign_of_a_window() -> None:
     assert assess(LEFT, counted(4400, 0), GOOD).cause is Cause.WINDOW
 
 
+def test_what_the_client_compacted_is_not_worth_a_warning() -> None:
+    for difference, worth in ((CHANGED, True), (replace(CHANGED, compacted=True), False)):
+        assert assess(LEFT, ALL_LOST, changed(GOOD, difference=difference)).worth_a_warning is worth
+
+
 def test_causes_are_looked_for_in_their_order() -> None:
     """Each piece of evidence wins over all that come after it."""
     left = replace(LEFT, n_ctx=4300)
-    evidence = Evidence(epoch=2, slot=0, emptied=True, other_ran=True, held=True, difference=CHANGED)
+    compacted = replace(CHANGED, compacted=True)
+    evidence = Evidence(epoch=2, slot=0, emptied=True, other_ran=True, held=True, difference=compacted)
     found = [assess(left, ALL_LOST, evidence).cause]
-    for without in ({"epoch": 1}, {"emptied": False}, {"other_ran": False}, {"difference": None}):
+    changes = ({"epoch": 1}, {"emptied": False}, {"other_ran": False}, {"difference": CHANGED}, {"difference": None})
+    for without in changes:
         evidence = changed(evidence, **without)
         found.append(assess(left, ALL_LOST, evidence).cause)
     found.append(assess(LEFT, ALL_LOST, evidence).cause)

@@ -241,6 +241,22 @@ class TestDifference:
         assert found == Difference(1, "function_call_output")
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_summary_of_the_client_s_is_seen(typed: bool) -> None:
+    """As Pi 1.6.0 sends it, after its system text."""
+    summary = "The conversation history before this point was compacted into the following summary:\n\n<summary>\nx"
+    first = user([part(summary)] if typed else summary)
+    said: dict[str, Any] = {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]}
+    rest: dict[str, Any] = {"messages": [said["messages"][0], first, *said["messages"][2:]]}
+    old, new = turn(Shape.CHAT, **said), turn(Shape.CHAT, **rest)
+    assert (old.compacted, new.compacted) == (False, True)
+    assert change(Shape.CHAT, said, rest) == Difference(1, "user", compacted=True)
+    later = {"messages": [*rest["messages"][:-1], user("d")]}
+    assert change(Shape.CHAT, rest, later) == Difference(3, "user")
+    assert not turn(Shape.CHAT, messages=[user("It said: " + 200 * "." + summary)]).compacted
+    assert not turn(Shape.CHAT, messages=[user("a"), first]).compacted
+
+
 def test_a_role_is_never_the_clients_own_text() -> None:
     body = body_of({"messages": [{"role": "my secret"}, {"type": "secret_call"}, {"role": 1}, "x", user("y")]})
     assert [role_at(body, index) for index in range(-1, 6)] == ["", "", "", "", "", "user", ""]

@@ -15,7 +15,7 @@ from typing import Any
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer, free_port, server_args
 from tests.real.client import Answer, fetch
-from tests.support.llama import HOST, stock_binary
+from tests.support.llama import HOST, patched_binary, stock_binary
 from tests.support.processes import wait_until
 from tests.support.program import Program
 from tests.support.tiny_model import full_attention
@@ -64,7 +64,9 @@ class Llama:
 
 
 @contextmanager
-def llama(*flags: str, port: int | None = None, api_key: str = "", loaded: bool = True) -> Iterator[Llama]:
+def llama(
+    *flags: str, port: int | None = None, api_key: str = "", loaded: bool = True, patched: bool = False
+) -> Iterator[Llama]:
     """A llama-server with the tiny full-attention model. `loaded` False: not waited for."""
     port = port or free_port(HOST, 0)
     # One thread: two would wait for each other at every layer while the tests' own processes have a core.
@@ -72,7 +74,7 @@ def llama(*flags: str, port: int | None = None, api_key: str = "", loaded: bool 
     with asyncio.Runner() as runner:
         log = server_log(port)
         args = server_args(full_attention(), HOST, port, parallel=2, extra=flags)
-        server = LlamaServer(stock_binary(), args, HOST, port, log)
+        server = LlamaServer(patched_binary() if patched else stock_binary(), args, HOST, port, log)
         try:
             runner.run(server.start())
             if loaded:
