@@ -114,8 +114,8 @@ class Planner:
         server = state.server(target)
         if not self._running.pin.needs_topology:
             return server, None
-        probed = None if state.probe.is_router(target) else await server.topology()
-        if not state.probe.is_router(target):
+        probed = None if state.probe.has_models(target) else await server.topology()
+        if not state.probe.has_models(target):
             return server, probed
         of_model = replace(target, model=model or "")
         probed = await state.probe.topology(of_model)

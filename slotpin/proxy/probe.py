@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -24,7 +26,7 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 class Target:
     """Where to ask: the server's root URL, without `/v1`, and the API key.
 
-    `model`: of a router, which has a server for each model; a question never makes it load one.
+    `model`: of a server in front of several (`Front`); a question never makes it load one.
     """
 
     root_url: str
@@ -32,8 +34,15 @@ class Target:
     model: str = ""
 
     @property
-    def params(self) -> dict[str, str]:
-        return {"model": self.model, "autoload": "false"} if self.model else {}
+    def front(self) -> Target:
+        return replace(self, model="")
+
+
+class Front(enum.Enum):
+    """What stands in front of several models, each with a server and slots of its own."""
+
+    ROUTER = "llama-server in router mode"  # tools/server/server-models.cpp
+    SWAP = "llama-swap"  # lists what runs at /running; /upstream/MODEL/… leads to a model's server, and loads it
 
 
 class Probe:
@@ -47,7 +56,7 @@ class Probe:
         self._latest: LRUCache[Target, tuple[Topology, float]] = LRUCache(64)
         self._builds: LRUCache[Target, str] = LRUCache(64)
         self._running: dict[Target, asyncio.Task[Probed]] = {}
-        self._routers: set[Target] = set()
+        self._fronts: dict[Target, Front] = {}
         self.asked = 0
         self.failed = 0
 
@@ -78,7 +87,7 @@ class Probe:
             return known
         try:
             async with asyncio.timeout(self._seconds):
-                status, body = await self._fetch(target, "/props")
+                status, body = await self._fetch_of(target, "/props")
             build = msgspec.json.decode(body, type=_Props).build_info if status == 200 else ""
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             build = ""
@@ -93,13 +102,13 @@ class Probe:
         """None where it was not asked for yet, or the server may be another process."""
         return self._builds.get(target)
 
-    def is_router(self, target: Target) -> bool:
-        """Whether the server said that its slots belong to a model."""
-        return target in self._routers
+    def has_models(self, target: Target) -> bool:
+        """Whether slots belong to a model there."""
+        return target in self._fronts
 
     def forget(self, target: Target) -> None:
         """The server broke off: it may come back with other slots."""
-        self._routers.discard(target)
+        self._fronts.pop(target, None)
         for known in (self._verified, self._builds):
             for same in [each for each in known if each.root_url == target.root_url]:
                 known.pop(same, None)
@@ -123,15 +132,17 @@ class Probe:
     async def _get(self, target: Target) -> Probed:
         try:
             async with asyncio.timeout(self._seconds):
-                status, body = await self._fetch(target, "/slots")
+                status, body = await self._fetch_of(target, "/slots")
+                if not target.model:
+                    await self._recognise_front(target, status)
         except TimeoutError:
             return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s", silent=True)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Unverified(Reason.PROBE_FAILED, _unreachable(error))
-        if status == 400 and not target.model:
-            self._routers.add(target)
-            return Unverified(Reason.PROBE_FAILED, "it is a router, and the request names no model")
-        if status == 400:
+        if target in self._fronts:
+            what = self._fronts[target].value
+            return Unverified(Reason.PROBE_FAILED, f"it is {what}, and the request names no model")
+        if status == 400 and target.model:
             return Unverified(Reason.MODEL_NOT_LOADED)
         if status != 200:
             return Unverified(Reason.PROBE_FAILED, _STATUS.get(status, f"/slots answered with HTTP{status}"))
@@ -140,16 +151,42 @@ class Probe:
         except TopologyError as error:
             return Unverified(Reason.TOPOLOGY_INVALID, str(error))
 
-    async def _fetch(self, target: Target, path: str) -> tuple[int, bytes]:
+    async def _recognise_front(self, target: Target, status: int) -> None:
+        """By its answer to a look at slots of no model."""
+        self._fronts.pop(target, None)
+        if status == 400:
+            self._fronts[target] = Front.ROUTER
+        elif status == 404 and await self._running_models(target) is not None:
+            self._fronts[target] = Front.SWAP
+
+    async def _running_models(self, target: Target) -> set[str] | None:
+        """What llama-swap has loaded; None if it isn't llama-swap."""
+        status, body = await self._fetch(target, "/running")
+        try:
+            running = msgspec.json.decode(body, type=_Running).running if status == 200 else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return None if running is None else {each.model for each in running if each.state == "ready"}
+
+    async def _fetch_of(self, target: Target, path: str) -> tuple[int, bytes]:
+        """From the target's model where it has one; 400 where that is not loaded."""
+        if not target.model:
+            return await self._fetch(target, path)
+        if self._fronts.get(target.front) is not Front.SWAP:
+            return await self._fetch(target, path, {"model": target.model, "autoload": "false"})
+        if target.model not in (await self._running_models(target) or ()):
+            return 400, b""
+        return await self._fetch(target, f"/upstream/{quote(target.model)}{path}")
+
+    async def _fetch(self, target: Target, path: str, params: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         if self._session is None:
             # A connection of its own each time: probes are seldom, and a stale one would cost a false failure.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(force_close=True), cookie_jar=aiohttp.DummyCookieJar()
             )
         headers = {"Authorization": f"Bearer {target.api_key}"}
-        async with self._session.get(
-            f"{target.root_url}{path}", params=target.params, headers=headers, allow_redirects=False
-        ) as answer:
+        url = f"{target.root_url}{path}"
+        async with self._session.get(url, params=params, headers=headers, allow_redirects=False) as answer:
             body = b""
             while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
                 body += more
@@ -158,6 +195,15 @@ class Probe:
 
 class _Props(msgspec.Struct):
     build_info: str = ""
+
+
+class _Model(msgspec.Struct):
+    model: str
+    state: str
+
+
+class _Running(msgspec.Struct):
+    running: list[_Model]
 
 
 # What llama-server means by them (tools/server/server-http.cpp, server-context.cpp).

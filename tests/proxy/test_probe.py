@@ -17,7 +17,7 @@ from slotpin.pinning.topology import Topology
 from slotpin.proxy.probe import PROBE_SECONDS, Probe, Target
 from slotpin.proxy.state import Running
 from tests.support.clock import Clock
-from tests.support.proxy import on_loop, until
+from tests.support.proxy import on_loop, running_proxy, settings_for, until
 from tests.support.stub_upstream import (
     LAST_CHUNK,
     Connection,
@@ -405,3 +405,41 @@ async def test_a_closed_probe_leaves_nothing_behind() -> None:
         await asyncio.gather(waiting, return_exceptions=True)
         await until(lambda: stub.open == 0, "the connection is closed")
         assert [task for task in asyncio.all_tasks() - before if "Probe" in repr(task)] == []
+
+
+class Swap:
+    """What llama-swap answers, with one model loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = "one"
+
+    async def script(self, connection: Connection, got: Request) -> None:
+        path = got.target.partition(b"?")[0]
+        if path == b"/running":
+            listed = [{"model": self.loaded, "state": "ready"}, {"model": "half", "state": "starting"}]
+            await connection.send(answer(json.dumps({"running": listed}).encode()))
+        elif path == b"/upstream/%s/slots" % self.loaded.encode():
+            await connection.send(answer(slots_json(2)))
+        elif path.startswith((b"/v1/", b"/upstream/")):
+            await connection.send(answer())
+        else:
+            await connection.send(answer(b"404 page not found", b"404 Not Found"))
+
+
+@on_loop
+async def test_llama_swap_is_asked_for_the_slots_of_a_loaded_model_only() -> None:
+    swap = Swap()
+    async with stub_upstream(swap.script, slots=None) as stub, running_proxy(settings_for(stub)) as running:
+
+        async def reason(model: str) -> bytes | None:
+            return (await running.fetch(body=b'{"model":"%s","messages":[]}' % model.encode())).get(b"X-Slotpin-Reason")
+
+        assert await reason("one") == b"pinned"
+        for unloaded in ("two", "half"):
+            assert await reason(unloaded) == b"model_not_loaded"
+        swap.loaded = "two"
+        assert await reason("two") == b"pinned"
+        asked = {got.target for got in stub.requests if got.target.startswith(b"/upstream/")}
+        assert asked == {b"/upstream/one/slots", b"/upstream/two/slots"}
+        shown = await running.status()
+        assert set(shown["models"]) == {"one", "two"}
