@@ -25,7 +25,7 @@ def status(state: State) -> dict[str, object]:
         "endpoints": {"main": running.main.url, "compactor": running.compactor.url},
         **_server(state, state.server(running.probe_target), running.probe_target),
         "models": {
-            target.model: _server(state, server, target) for target, server in state.servers.items() if target.model
+            server.model: _server(state, server, server.target) for server in state.servers.values() if server.model
         },
         "conversations": [
             {

@@ -28,6 +28,7 @@ When two conversations were taken for one in this way, the id that comes back fi
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -276,9 +277,13 @@ class Conversations:
         best_rank = (0, 0.0)
         # Conversation and shift of its messages against ours -> where the run that was last seen there ends.
         ends: dict[tuple[str, int], int] = {}
+        tried: Counter[int] = Counter()
         for index, digest in enumerate(turn.messages):
             if digest not in self._landmarks or (index and len(self._landmarks[digest]) > _COMMONPLACE):
                 continue
+            tried[digest] += 1
+            if tried[digest] > _COMMONPLACE:
+                continue  # equal messages by the thousand tell no more than a few
             for conversation, position in self._marked(digest, model, ids):
                 alignment = (conversation.key, index - position)
                 if index < ends.get(alignment, 0):

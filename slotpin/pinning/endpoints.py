@@ -17,10 +17,11 @@ def server_root(base_url: str) -> str:
 
 def same_endpoint(one: str, other: str) -> bool:
     """Scheme, host, port and path decide; the loopback names are one host, the path's case counts."""
-    return _normalised(one) == _normalised(other)
+    return normalised(one) == normalised(other)
 
 
-def _normalised(base_url: str) -> tuple[str, str, int | None, str]:
+def normalised(base_url: str) -> tuple[str, str, int | None, str]:
+    """The same for all spellings of one endpoint."""
     parts = urlsplit(server_root(base_url))
     host = (parts.hostname or "").lower()
     return (

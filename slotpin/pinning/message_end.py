@@ -37,10 +37,11 @@ class MessageEndScanner:
     `completions` is how many native answers share the stream (more than one prompt, or `n_cmpl`).
     """
 
-    __slots__ = ("_marks", "_step", "_tail", "ended")
+    __slots__ = ("_left", "_marks", "_step", "_tail", "ended")
 
     def __init__(self, shape: Shape, completions: int = 1) -> None:
-        self._marks = _MARKS[shape] * (completions if shape is Shape.NATIVE else 1)
+        self._marks = _MARKS[shape]
+        self._left = completions if shape is Shape.NATIVE else 1
         self._step = 0
         self._tail = b"\n"  # a stream begins at the beginning of a line
         self.ended = False
@@ -54,7 +55,11 @@ class MessageEndScanner:
         while match := self._marks[self._step].search(window, position):
             position = match.end()
             self._step += 1
-            if self._step == len(self._marks):
+            if self._step < len(self._marks):
+                continue
+            self._step = 0
+            self._left -= 1
+            if self._left == 0:
                 self.ended = True
                 self._tail = b""
                 return True

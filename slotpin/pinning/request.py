@@ -101,16 +101,20 @@ class Body:
         prompts = read_value(self.fields.prompt)
         # A list of strings or lists is several prompts; a list with a bare token id in it is one (server-common.cpp).
         several = isinstance(prompts, list) and not any(type(prompt) is int for prompt in prompts)
-        return (each if isinstance(each, int) and each > 0 else 1) * (len(prompts) if several and prompts else 1)
+        count = int(each) if isinstance(each, int | float) and each >= 1 else 1  # the server cuts a fraction
+        return count * (len(prompts) if several and prompts else 1)
 
 
 def read_body(body: bytes | bytearray) -> Body | None:
     """Read the fields of a request body; None when it isn't a JSON object (it is then relayed as it is)."""
-    text = memoryview(body)[3:] if body.startswith(_BOM) else body
-    try:
-        fields, messages, items, input_text = _read(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    text: bytes | bytearray | memoryview = memoryview(body)[3:] if body.startswith(_BOM) else body
+    found = _read_or_none(text)
+    if found is None and b"\0" in body:
+        text = bytes(text).partition(b"\0")[0]  # where the server's parser stops (nlohmann::json)
+        found = _read_or_none(text)
+    if found is None:
         return None
+    fields, messages, items, input_text = found
     id_slot, cache_prompt = bytes(fields.id_slot), bytes(fields.cache_prompt)
     request = Request(
         client_id=read_id(id_slot),
@@ -122,7 +126,17 @@ def read_body(body: bytes | bytearray) -> Body | None:
     return Body(request, model if isinstance(model, str) else None, fields, messages, items, input_text, text)
 
 
-def _read(text: bytes | bytearray | memoryview) -> tuple[Fields, list[msgspec.Raw], list[msgspec.Raw], msgspec.Raw]:
+_Parts = tuple[Fields, list[msgspec.Raw], list[msgspec.Raw], msgspec.Raw]
+
+
+def _read_or_none(text: bytes | bytearray | memoryview) -> _Parts | None:
+    try:
+        return _read(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _read(text: bytes | bytearray | memoryview) -> _Parts:
     try:
         usual = _usual_decoder.decode(text)
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""Before a request goes out: wait for its slot, then see whether the slot still holds what it should."""
+"""Before a request goes out: wait for its slot, see whether that still holds what it should, and meet nobody there."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ class Admitted:
     other_ran: bool = False
 
 
-async def admit(plan: Plan, server: Server, who: str, retry_seconds: float) -> Admitted:
-    """Wait until `plan` may go out; its decision may become one without a slot. Cancel it to give up the place."""
-    admitted = Admitted(await server.gates.enter(plan.gate, who))
-    try:
-        await _last_look(plan, server, admitted, retry_seconds)
-        pinned = plan.decision.slot is not None
-        if server.gates.could_meet(pinned=pinned) and not await server.is_patched():
-            await server.gates.clear(admitted.entered, pinned=pinned)
-        admitted.entered.pinned = pinned
-    except BaseException:
-        server.gates.leave(admitted.entered, settled=True)
-        raise
-    return admitted
+async def enter(plan: Plan, server: Server, who: str) -> Admitted:
+    """Wait at the gate. Cancel it to give up the place."""
+    return Admitted(await server.gates.enter(plan.gate, who, plan.completions))
 
 
-async def _last_look(plan: Plan, server: Server, admitted: Admitted, retry_seconds: float) -> None:
+def give_up(server: Server, admitted: Admitted) -> None:
+    """It does not go out after all."""
+    server.gates.leave(admitted.entered, settled=True)
+
+
+async def clear(plan: Plan, server: Server, admitted: Admitted) -> None:
+    """Wait for what could meet it in its slot; from then on it counts as sent."""
+    await server.gates.clear(admitted.entered, pinned=plan.pinned)
+
+
+async def needs_clearing(plan: Plan, server: Server) -> bool:
+    return server.gates.could_meet(pinned=plan.pinned) and not await server.is_patched()
+
+
+async def last_look(plan: Plan, server: Server, admitted: Admitted, retry_seconds: float) -> None:
+    """See whether the slot still holds what it should; the decision may become one without a slot."""
     conversation, slot = plan.conversation, plan.decision.slot
     if conversation is None or slot is None or plan.decision.action is not Action.PIN:
         return
@@ -60,7 +65,12 @@ async def _last_look(plan: Plan, server: Server, admitted: Admitted, retry_secon
 
 def busy_message(plan: Plan, seconds: float) -> str:
     """Which slot somebody has waited for in vain, and for whom."""
-    assert plan.server is not None and plan.gate is not None
-    holder = plan.server.gates.holder(plan.gate)
-    held = f"held by {holder.who}" if holder is not None else "still busy for a client that has left"
-    return f"slot {plan.gate} is {held}; this request has waited {seconds / 60:.3g} min"
+    assert plan.server is not None
+    waited = f"this request has waited {seconds / 60:.3g} min"
+    if plan.gate is None:
+        return f"it is not known yet in which slots the requests before it run; {waited}"
+    gates = plan.server.gates
+    if (holder := gates.holder(plan.gate)) is not None:
+        return f"slot {plan.gate} is held by {holder.who}; {waited}"
+    left = "still busy for a client that has left" if gates.is_unsettled(plan.gate) else "perhaps taken by another one"
+    return f"slot {plan.gate} is {left}; {waited}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Literal
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, TypeVar
 
 from slotpin.pinning.decision import Action, refused
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.roles import Role
 from slotpin.pinning.route import Route, read_route
-from slotpin.proxy.admission import admit, busy_message
+from slotpin.proxy.admission import busy_message, clear, enter, give_up, last_look, needs_clearing
 from slotpin.proxy.answer import Answer, Watch
 from slotpin.proxy.forward import Forward, Forwarded
 from slotpin.proxy.headers import Headers
@@ -22,6 +23,7 @@ from slotpin.proxy.state import State
 from slotpin.proxy.upstream import Address
 
 Outcome = Forwarded | Literal["client_left", "refused", "failed"]
+T = TypeVar("T")
 # An SSE comment: clients pass over it (WHATWG HTML section 9.2.6).
 _KEEP_ALIVE = b": slotpin waits for the slot\n\n"
 
@@ -46,6 +48,7 @@ class Exchange:
             role = route.role or self._planner.header_role or Role.MAIN
             await self._send(role, route, None, Answer(self._incoming, watch=None))
             return
+        await self._incoming.flow.drain()  # of the answer before, where requests were sent ahead
         plan = await self._plan(route)
         ledger = Ledger(self._state, self._running, self.id, plan)
         watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
@@ -82,26 +85,41 @@ class Exchange:
         return await self._send(plan.classified.role, route, plan, answer)
 
     async def _pass_gate(self, plan: Plan, ledger: Ledger) -> None:
-        """Wait for admission, with a sign of life to a client that streams. Raises TimeoutError."""
-        server, gate = plan.server, self._running.settings.gate
+        """Wait until the request may go out. Raises TimeoutError."""
+        server = plan.server
         assert server is not None
-        admission = admit(plan, server, f"{plan.classified.role} request {self.id}", self._running.retry_seconds)
-        if server.gates.is_open(plan.gate) and not server.gates.could_meet(pinned=plan.decision.slot is not None):
-            ledger.admitted(server, await admission)
-            return
-        waiting = asyncio.create_task(admission)
-        quiet = gate.keep_alive_seconds if plan.streams and gate.keep_alive_seconds else None
+        wait_seconds = self._running.settings.gate.wait_seconds
+        entering = enter(plan, server, f"{plan.classified.role} request {self.id}")
+        async with asyncio.timeout(wait_seconds or None):
+            if server.gates.is_open(plan.gate):
+                admitted = await entering
+            else:
+                admitted = await self._patiently(entering, plan, lambda late: give_up(server, late))
+            try:
+                await last_look(plan, server, admitted, self._running.retry_seconds)
+                if await needs_clearing(plan, server):
+                    await self._patiently(clear(plan, server, admitted), plan, lambda _: None)
+                else:
+                    server.gates.sent(admitted.entered, pinned=plan.pinned)
+            except BaseException:
+                give_up(server, admitted)
+                raise
+        ledger.admitted(server, admitted)
+
+    async def _patiently(self, waiting: Coroutine[Any, Any, T], plan: Plan, undo: Callable[[T], None]) -> T:
+        """Wait, with a sign of life to a client that streams. `undo` what came in the moment of being cancelled."""
+        seconds = self._running.settings.gate.keep_alive_seconds
+        task = asyncio.create_task(waiting)
         try:
-            async with asyncio.timeout(gate.wait_seconds or None):
-                while not (await asyncio.wait([waiting], timeout=quiet))[0]:
-                    self._show_life(plan)
+            while not (await asyncio.wait([task], timeout=seconds if plan.streams and seconds else None))[0]:
+                self._show_life(plan)
         except BaseException:
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            if not waiting.cancelled() and waiting.exception() is None:
-                server.gates.leave(waiting.result().entered, settled=True)  # its turn came in this very moment
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                undo(task.result())
             raise
-        ledger.admitted(server, waiting.result())
+        return task.result()
 
     def _show_life(self, plan: Plan) -> None:
         if not self._incoming.started:

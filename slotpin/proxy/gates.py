@@ -8,6 +8,7 @@ conversation's cache.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,20 +22,24 @@ from slotpin.pinning.topology import Topology
 LOOK_SECONDS = 2.0
 # It polls for a vanished client once a second (HTTP_POLLING_SECONDS): sooner there is nothing to see.
 FIRST_LOOK_SECONDS = 1.1
+# After this long every request has its slot, if there is one: its prompt has been cut into tokens.
+PLACED_SECONDS = 10.0
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
     """One exchange's place at a gate, from `enter` to `leave`. `slot` None: it passes no gate.
 
-    `pinned`: its slot is in the request; else the server chooses one. `running`: the server has begun, so that it has
-    its slot.
+    `pinned`: its slot is in the request; else the server chooses one. `width` is how many slots it takes. `running`:
+    the server has begun, so that it has its slot. Times in seconds.
     """
 
     slot: int | None
     who: str
     since: float
+    width: int = 1
     pinned: bool = False
+    sent_at: float = float("inf")
     running: bool = False
 
 
@@ -71,9 +76,9 @@ class Gates:
         """Whether nobody would have to wait there."""
         return slot is None or slot not in self._gates or self._gates[slot].free
 
-    async def enter(self, slot: int | None, who: str) -> Pass:
+    async def enter(self, slot: int | None, who: str, width: int = 1) -> Pass:
         """Wait for the slot's gate. Whoever is cancelled while waiting has given up the place."""
-        entering = Pass(slot, who, self._clock())
+        entering = Pass(slot, who, self._clock(), width)
         if slot is None:
             return entering
         gate = self._gates.setdefault(slot, _Gate())
@@ -90,7 +95,8 @@ class Gates:
             if opened.done() and not opened.cancelled():
                 self.leave(entering, settled=True)  # it was its turn in the very same moment
             else:
-                gate.waiting.remove(place)
+                with contextlib.suppress(ValueError):  # passed over in the same moment
+                    gate.waiting.remove(place)
                 self._tidy(slot)
             raise
         return entering
@@ -102,25 +108,29 @@ class Gates:
         return any(other.pinned and not other.running for other in self._sent)
 
     async def clear(self, entered: Pass, *, pinned: bool) -> None:
-        """Wait until this request can't meet one in its slot of which nobody knows yet where it runs.
+        """Wait until this request can't meet one in its slot of which nobody knows where it runs; then it is `sent`.
 
         A request without `id_slot` gets a slot that is idle, so two can only meet where one is pinned to a slot that
         the other has just been given.
         """
         while self.could_meet(pinned=pinned):
             await asyncio.sleep(self._looked_at + LOOK_SECONDS - self._clock())
+            asked_at = self._clock()
             probed = await self._ask()
             if isinstance(probed, Unverified):
                 if probed.silent:
                     continue
-                return
-            if pinned and self._all_placed(probed):
+                break
+            if pinned and self._all_placed(probed, asked_at):
                 slot = probed.slot(entered.slot) if entered.slot is not None else None
                 if slot is None or not slot.busy:
-                    return
+                    break
+        self.sent(entered, pinned=pinned)
 
-    def sent(self, entered: Pass) -> None:
-        """From now on the server knows of it."""
+    def sent(self, entered: Pass, *, pinned: bool) -> None:
+        """From now on the server may know of it."""
+        entered.pinned = pinned
+        entered.sent_at = self._clock()
         self._sent.add(entered)
 
     def leave(self, entered: Pass, *, settled: bool) -> None:
@@ -151,7 +161,7 @@ class Gates:
                 self._tidy(number)
         for sent in self._sent:
             sent.running |= sent.pinned and sent.slot in busy
-        if asked_at >= self._strayed_at + FIRST_LOOK_SECONDS and len(busy) <= len(self._sent):
+        if asked_at >= self._strayed_at + FIRST_LOOK_SECONDS and len(busy) <= self._width:
             self._strayed_at = float("-inf")
 
     def suspect(self, topology: Topology, asked_at: float) -> None:
@@ -166,6 +176,11 @@ class Gates:
         gate = self._gates.get(slot)
         return gate.holder if gate is not None else None
 
+    def is_unsettled(self, slot: int) -> bool:
+        """Whether the exchange before is over for us, but perhaps not for the server."""
+        gate = self._gates.get(slot)
+        return gate is not None and gate.unsettled
+
     def waiting(self, slot: int) -> int:
         gate = self._gates.get(slot)
         return len(gate.waiting) if gate is not None else 0
@@ -179,15 +194,28 @@ class Gates:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    def _all_placed(self, topology: Topology) -> bool:
-        """Whether every exchange under way has a slot: more can't be found by looking."""
-        return sum(slot.busy for slot in topology.slots) >= min(len(self._sent), topology.count)
+    def _all_placed(self, topology: Topology, asked_at: float) -> bool:
+        """Whether every exchange under way has had its slot: more can't be found by looking.
+
+        One that is long under way may have left its slot already, while its client is slow to read.
+        """
+        latest = max([self._strayed_at, *(sent.sent_at for sent in self._sent if not sent.pinned)])
+        if asked_at >= latest + PLACED_SECONDS:
+            return True
+        return sum(slot.busy for slot in topology.slots) >= min(self._width, topology.count)
+
+    @property
+    def _width(self) -> int:
+        return sum(sent.width for sent in self._sent)
 
     def _open(self, gate: _Gate) -> None:
         gate.unsettled = False
-        if gate.waiting:
-            gate.holder, opened = gate.waiting.popleft()
-            opened.set_result(None)
+        while gate.waiting:
+            entering, opened = gate.waiting.popleft()
+            if not opened.done():  # else its client has left in this very moment
+                gate.holder = entering
+                opened.set_result(None)
+                return
 
     def _tidy(self, slot: int) -> None:
         """A client can name any number: only gates in use are kept."""

@@ -51,7 +51,6 @@ class Ledger:
         """It goes out now."""
         self._server, self._admitted = server, admitted
         self._waited = self._state.clock() - admitted.entered.since
-        server.gates.sent(admitted.entered)
         server.began(self._plan.decision.slot, self._conversation or self._plan.classified.role)
         self.decided()
 
@@ -64,7 +63,8 @@ class Ledger:
         """The client has its whole answer, and the server is done with the slot."""
         self._state.bindings.end(self._id)
         if self._server is not None:
-            self._server.answered()
+            assert self._admitted is not None
+            self._server.answered(self._admitted.entered.sent_at)
         if counters is not None:
             self._reuse = self._assess(counters)
         if self._server is not None and self._admitted is not None:

@@ -18,7 +18,7 @@ from slotpin.pinning.decision import (
     placed,
     unpinned,
 )
-from slotpin.pinning.ids import normalise
+from slotpin.pinning.ids import Unpredictable, normalise
 from slotpin.pinning.message_end import Shape
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.request import Body, Opening, Request, read_body, read_opening
@@ -34,9 +34,10 @@ from slotpin.proxy.state import Running, State
 
 @dataclass(slots=True)
 class Plan:
-    """`raw` None: the body is passed on while it still arrives. `conversation` is the one whose cache the request
-    uses; `change` is where its messages stop being those of that conversation's last turn. `gate` is the slot whose
-    gate it passes, also where the server chooses the slot. `tracked`: it shares the server with pinned requests."""
+    """`raw` None: the body is passed on while it still arrives. `conversation` is the one whose cache the request uses;
+    `change` is where its messages stop being those of that conversation's last turn. `gate` is the slot whose gate it
+    passes, also where the server chooses the slot. `names_slot`: by an odd `id_slot` of its client's, which is not
+    ours. `tracked`: it shares the server with pinned requests."""
 
     classified: Classified
     decision: Decision
@@ -47,7 +48,13 @@ class Plan:
     conversation: Conversation | None = None
     change: Difference | None = None
     gate: int | None = None
+    names_slot: bool = False
     tracked: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the server is told in which slot to run it."""
+        return self.decision.slot is not None or self.names_slot
 
     @property
     def streams(self) -> bool:
@@ -80,7 +87,7 @@ class Planner:
         self._head = head
 
     def unread(self, route: Route, reason: Reason, raw: bytes | None) -> Plan:
-        """For a body that isn't looked into."""
+        """For a body that isn't looked into. It may run in any slot, also in one that it names."""
         return Plan(
             classify(route.role, self.header_role, (), None, None, Opening), Decision(Action.LEAVE, reason), raw
         )
@@ -88,7 +95,10 @@ class Planner:
     async def plan(self, route: Route, raw: bytes) -> Plan:
         body = read_body(raw)
         if body is None:
-            return self.unread(route, Reason.NOT_JSON_OBJECT, raw)
+            plan = self.unread(route, Reason.NOT_JSON_OBJECT, raw)
+            plan.server, _ = await self._server(None)
+            plan.tracked = self._shares_slots
+            return plan
         classified = self._classify(route, body)
         assert route.shape is not None
         turn = read_turn(body, route.shape)
@@ -102,11 +112,24 @@ class Planner:
             self._main(plan, server, request, ids, turn, body)
         else:
             self._side(plan, server, request, ids, turn, body)
-        plan.gate = plan.decision.slot
-        plan.tracked = self._running.pin.enabled is not False and self._running.pin.same_endpoint
+        self._find_gate(plan, request, server)
+        plan.tracked = self._shares_slots
         if plan.decision.reason in _CHOSEN and not server.pinning_helps(self._running.retry_seconds):
             plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
         return plan
+
+    @property
+    def _shares_slots(self) -> bool:
+        return self._running.pin.enabled is not False and self._running.pin.same_endpoint
+
+    def _find_gate(self, plan: Plan, request: Request, server: Server) -> None:
+        """Of the slot that the request will run in, also where it names that in a way that is left as it is."""
+        known = server.known.count if server.known is not None else 0
+        if isinstance(request.client_id, Unpredictable) and request.route_pins and known:
+            plan.gate = request.client_id.lands_on(known)
+            plan.names_slot = plan.gate is not None
+        elif (slot := plan.decision.slot) is not None:
+            plan.gate = normalise(slot, known) if known else slot
 
     async def _server(self, model: str | None) -> tuple[Server, Probed | None]:
         """The server that the request will run on, and its slots where they are needed."""

@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, probe: Probe, target: Target, clock: Callable[[], float]) -> None:
         self._probe = probe
-        self._target = target
+        self.target = target  # the key may change
         self._clock = clock
         self.model = target.model
         self.gates = Gates(self.look, clock)
@@ -51,7 +51,8 @@ class Server:
         self._stopped_at = 0.0
         self._topology: Topology | None = None
         self._asked_at = float("-inf")
-        # When exchanges were answered since the last look: each has taken a task's number.
+        self._taken_at = float("-inf")
+        # When exchanges were answered that were sent after the last look: each has taken a task's number.
         self._answered: deque[float] = deque(maxlen=4096)
         # Exchanges that the server was sent, those that are over, and those that ran in a slot of its own choice; who
         # ran last in a slot; when a turn ended.
@@ -62,16 +63,16 @@ class Server:
 
     async def topology(self) -> Probed:
         """The slots, at most five seconds old."""
-        return self._take(await self._probe.topology(self._target))
+        return self._take(await self._probe.topology(self.target))
 
     async def look(self) -> Probed:
         """The slots as they are now."""
-        return self._take(await self._probe.look(self._target))
+        return self._take(await self._probe.look(self.target))
 
     async def is_patched(self) -> bool:
         """Whether it has all of slotpin's patches: then it heeds `id_slot` on the Anthropic route, restores what an
         emptied slot held, and takes a request for a busy slot without harm."""
-        return _is_patched(await self._probe.build(self._target))
+        return _is_patched(await self._probe.build(self.target))
 
     def pinning_helps(self, retry_seconds: float) -> bool:
         """False while the server is known to clear idle slots; after `retry_seconds` that has to be seen again."""
@@ -91,9 +92,10 @@ class Server:
     def ended(self) -> None:
         self._ended += 1
 
-    def answered(self) -> None:
-        """An exchange has run in a slot, to its message end."""
-        self._answered.append(self._clock())
+    def answered(self, sent_at: float) -> None:
+        """An exchange that was sent then has run in a slot, to its message end."""
+        if sent_at > self._taken_at:  # else the last look may have shown its number
+            self._answered.append(self._clock())
 
     def mark(self, key: str) -> None:
         """A turn of this conversation has ended just now."""
@@ -142,6 +144,11 @@ class Server:
         ]
         return found[0] if len(found) == 1 else None
 
+    @property
+    def known(self) -> Topology | None:
+        """What the last look has shown."""
+        return self._topology
+
     def close(self) -> None:
         self.gates.close()
 
@@ -150,17 +157,17 @@ class Server:
         return self._asked_at > max(mark.at, self._begun_at)
 
     def _take(self, probed: Probed) -> Probed:
-        latest = self._probe.latest(self._target)
+        latest = self._probe.latest(self.target)
         if latest is not None and latest[0] is not self._topology:
             topology, asked_at = latest
             if (before := self._topology) is not None:
                 passed = sum(at < asked_at for at in self._answered)
                 if before.ids != topology.ids or topology.last_task < before.last_task + passed:
                     self._restarted()
-            self._topology, self._asked_at = topology, asked_at
+            self._topology, self._asked_at, self._taken_at = topology, asked_at, self._clock()
             self._answered.clear()
             self.gates.observe(topology, asked_at)
-            if not _is_patched(self._probe.known_build(self._target) or ""):
+            if not _is_patched(self._probe.known_build(self.target) or ""):
                 self.gates.suspect(topology, asked_at)
         return probed
 

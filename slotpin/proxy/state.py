@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -14,7 +14,7 @@ from slotpin.observe.warnings import Warner
 from slotpin.pinning.bindings import Bindings
 from slotpin.pinning.conversations import Conversations, SessionId
 from slotpin.pinning.decision import PinSettings
-from slotpin.pinning.endpoints import same_endpoint, server_root
+from slotpin.pinning.endpoints import normalised, same_endpoint, server_root
 from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Role
 from slotpin.proxy.probe import Probe, Target
 from slotpin.proxy.server import Server
@@ -79,7 +79,7 @@ class State:
         self.outcomes: Counter[str] = Counter()
         self.relayed = 0
         self._pools: dict[Address, UpstreamPool] = {}
-        self.servers: dict[Target, Server] = {}
+        self.servers: dict[Hashable, Server] = {}
 
     def apply(self, settings: Settings) -> None:
         """Put new settings in force. Exchanges under way go on with theirs."""
@@ -98,9 +98,12 @@ class State:
         return pool
 
     def server(self, target: Target) -> Server:
-        server = self.servers.get(target)
+        """One for each endpoint and model, however it is spelt and whatever the key."""
+        key = (normalised(target.root_url), target.model)
+        server = self.servers.get(key)
         if server is None:
-            server = self.servers[target] = Server(self.probe, target, self.clock)
+            server = self.servers[key] = Server(self.probe, target, self.clock)
+        server.target = target
         return server
 
     def slot_of(self, conversation: str) -> int | None:

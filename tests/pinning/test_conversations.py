@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slotpin.pinning import conversations
 from slotpin.pinning.conversations import SESSION_FIELDS, SESSION_HEADERS, Conversation, Conversations, session_ids
 from slotpin.pinning.request import read_body
 from slotpin.pinning.turn import Turn
@@ -392,3 +393,20 @@ class TestSubAgents:
     def test_a_compaction_alone_makes_no_sub_agent(self) -> None:
         table = Table()
         assert table.take(1, 2, 3, ids=session("a"), opening=10) == table.take(4, ids=session("a"), opening=10)
+
+
+def test_equal_messages_by_the_thousand_are_looked_at_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each of them would be compared with all the others."""
+    table = Table()
+    table.take(*[1] * 5000)
+    looked_at = 0
+    compare = conversations._Run.around
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal looked_at
+        looked_at += 1
+        return compare(*arguments)
+
+    monkeypatch.setattr(conversations._Run, "around", counting)
+    table.take(2, *[1] * 5000)
+    assert 0 < looked_at < 1000

@@ -7,7 +7,12 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from pydantic import SecretStr
 
+from slotpin.config import Compactor
+from slotpin.pinning.decision import Unverified
+from slotpin.proxy.gates import Gates
+from tests.support.clock import Clock
 from tests.support.proxy import Client, Running, on_loop, request, running_proxy, settings_for, until
 from tests.support.stub_upstream import (
     DONE,
@@ -34,6 +39,7 @@ class Server:
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Event] = []
+        self.begins = True  # with a first piece of its answer
         self.stub: Stub
 
     async def script(self, connection: Connection, got: Request) -> None:
@@ -42,7 +48,9 @@ class Server:
             return
         finish = asyncio.Event()
         self.waiting.append(finish)
-        await connection.send(SSE_HEAD, chunk(b'data: {"choices":[]}\n\n'))
+        await connection.send(SSE_HEAD)
+        if self.begins:
+            await connection.send(chunk(b'data: {"choices":[]}\n\n'))
         await finish.wait()
         await connection.send(chunk(DONE), LAST_CHUNK)
 
@@ -268,12 +276,13 @@ async def test_unpinned_request_and_a_pinned_one_never_start_together() -> None:
     """Which slot the server gives the first can't be known before it is busy there."""
     server = Server()
     async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        server.show(count=3)
         await send(proxy, TURN.replace(b'"stream"', b'"n":2,"stream"'))
         await server.until_asked(1)
         await send(proxy, TURN)
         await asyncio.sleep(0.3)
         assert len(server.waiting) == 1
-        server.show(busy=[1])
+        server.show(busy=[1, 2], count=3)
         await server.until_asked(2)
         for finish in server.waiting:
             finish.set()
@@ -292,3 +301,100 @@ async def test_slot_that_somebody_else_uses_is_waited_for() -> None:
         await server.until_asked(1)
         server.waiting[0].set()
         assert (await client.read_response()).status == 200
+
+
+@on_loop
+async def test_client_that_leaves_in_the_moment_of_its_turn() -> None:
+    """Its place goes to the next one, and whoever held the slot has its answer."""
+    gates = Gates(no_look, Clock())
+    holder = await gates.enter(0, "holder")
+    leaving = asyncio.create_task(gates.enter(0, "leaving"))
+    following = asyncio.create_task(gates.enter(0, "following"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    gates.leave(holder, settled=True)
+    assert (await following).who == "following"
+    assert leaving.cancelled()
+    gates.leave(following.result(), settled=True)
+    assert gates.is_open(0)
+
+
+async def no_look() -> Unverified:
+    raise AssertionError("nobody needs to look")
+
+
+@pytest.mark.parametrize("order", [False, True])
+@on_loop
+async def test_any_order_of_leaving_and_turns_frees_the_slot(order: bool) -> None:
+    gates = Gates(no_look, Clock())
+    holder = await gates.enter(0, "holder")
+    waiting = [asyncio.create_task(gates.enter(0, str(number))) for number in range(5)]
+    await asyncio.sleep(0)
+    if order:
+        gates.leave(holder, settled=True)
+    for task in waiting:
+        task.cancel()
+    if not order:
+        gates.leave(holder, settled=True)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert gates.is_open(0) and not gates.busy
+
+
+@on_loop
+async def test_unpinned_request_that_waits_too_long_is_refused() -> None:
+    server = Server()
+    async with (
+        stub_upstream(server.script) as server.stub,
+        running_proxy(settings_for(server.stub, gate={"waitSeconds": 0.3})) as proxy,
+    ):
+        server.begins = False
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        refused = await (await send(proxy, TURN.replace(b'"stream"', b'"n":2,"stream"'))).read_response()
+        assert (refused.status, refused.error["code"]) == (503, "slot_busy")
+        server.waiting[0].set()
+
+
+@pytest.mark.parametrize(("own", "slot"), [(b"-2", 0), (b"true", 1), (b"1.5", 1), (b"-3", 1)])
+def test_odd_id_is_gated_where_the_server_takes_it(own: bytes, slot: int) -> None:
+    @on_loop
+    async def test() -> None:
+        server = Server()
+        async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+            await send(proxy, TURN.replace(b'"stream"', b'"id_slot":%d,"stream"' % slot))
+            await server.until_asked(1)
+            await send(proxy, TURN.replace(b'"stream"', b'"id_slot":%b,"stream"' % own))
+            await until(lambda: waiting_at(proxy, slot) == 1, "it waits for the slot that the server takes it to mean")
+            for number in range(2):
+                await server.until_asked(number + 1)
+                server.waiting[number].set()
+            await proxy.until_outcome("completed", 2)
+
+    test()
+
+
+@on_loop
+async def test_another_key_or_spelling_is_the_same_server() -> None:
+    server = Server()
+    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
+        await send(proxy, TURN)
+        await server.until_asked(1)
+        url = server.stub.url.replace("127.0.0.1", "localhost")
+        compactor = Compactor(base_url=f"{url}/v1", api_key=SecretStr("another"))
+        settings = settings_for(server.stub, main={"baseUrl": f"{url}/v1"})
+        proxy.proxy.state.apply(settings.model_copy(update={"compactor": compactor}))
+        await send(proxy, NEXT)
+        await until(lambda: waiting_at(proxy, 0) == 1, "the next turn waits for the first")
+        for number in range(2):
+            await server.until_asked(number + 1)
+            server.waiting[number].set()
+        await proxy.until_outcome("completed", 2)
+
+
+@pytest.mark.parametrize("count", [10**6, 10**18])
+@on_loop
+async def test_any_number_of_completions_costs_nothing(count: int) -> None:
+    async with stub_upstream() as stub, running_proxy(settings_for(stub)) as proxy:
+        answered = await proxy.fetch("/completion", b'{"prompt":"a","n_cmpl":%d}' % count)
+        assert answered.get(b"X-Slotpin-Reason") == b"several_completions"
+        assert (await proxy.bindings())[0] == 0
