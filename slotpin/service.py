@@ -118,7 +118,7 @@ def greeting(url: str, upstream: str, mode: bool | str, found: Found) -> list[st
         f"  llama-server      {upstream}",
         f"  slots             {_slots(found)}",
         f"  model             {found.model or 'unknown'}",
-        f"  llamaCppSlots     enabled: {shown_mode}",
+        f"  llamaCppSlots     enabled: {shown_mode}{_OFF if mode is False else ''}",
     ]
     if found.model is None:
         return lines
@@ -127,6 +127,9 @@ def greeting(url: str, upstream: str, mode: bool | str, found: Found) -> list[st
         f"  any client        base URL {url}/v1",
         f"  Pi                slotpin pi setup, then: pi --model slotpin/{found.model}",
     ]
+
+
+_OFF = ", so nothing is pinned; --enabled auto pins"
 
 
 def _slots(found: Found) -> str:

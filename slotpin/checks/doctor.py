@@ -18,7 +18,7 @@ from slotpin.errors import UserError
 from slotpin.pinning.endpoints import same_endpoint, server_root
 from slotpin.pinning.ids import normalise
 
-RECOMMENDED = "llama-server … --parallel 2 --kv-unified --no-cache-idle-slots --slots"
+RECOMMENDED = "llama-server … --parallel 4 --kv-unified --no-cache-idle-slots --slots"
 NO_CLEARING = "llama-server … --no-cache-idle-slots   # or slotpin up, whose server clears only to make room"
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -41,18 +41,18 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
             Finding(Level.UNSAFE, "configuration", line, "slotpin config check FILE   # after mending it")
             for line in str(error).splitlines()
         ]
-    settings = loaded.settings
-    findings = configuration(loaded)
     async with session() as http:
-        findings += await _slotpin(http, settings)
+        itself = await _slotpin(http, loaded.settings)
+        settings = _in_force(loaded.settings, itself.status)
+        findings = [*configuration(loaded, settings), itself.finding]
         server = Server(http, server_root(settings.compactor.base_url), settings.compactor.api_key.get_secret_value())
         if not same_endpoint(settings.main.base_url, settings.compactor.base_url):
             return [*findings, *await _two_servers(http, settings, server)]
         return [*findings, *await _server(server, settings, options)]
 
 
-def configuration(loaded: Loaded) -> list[Finding]:
-    settings = loaded.settings
+def configuration(loaded: Loaded, settings: Settings) -> list[Finding]:
+    """`settings` are those in force: of the slotpin that runs, as far as it says."""
     where = f"{loaded.path} is valid" if loaded.path else "no file, the defaults are in force"
     findings = [Finding(Level.OK, "configuration", where)]
     findings += [Finding(Level.BETTER, "configuration", note, "slotpin config show") for note in loaded.notes]
@@ -93,29 +93,47 @@ async def slotpin_status(http: aiohttp.ClientSession, url: str) -> Status | None
     return reply.read(Status) if reply.status == 200 else None
 
 
-async def _slotpin(http: aiohttp.ClientSession, settings: Settings) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class _Itself:
+    """`status` of the slotpin that runs in front of this server, None if none does."""
+
+    finding: Finding
+    status: Status | None = None
+
+
+async def _slotpin(http: aiohttp.ClientSession, settings: Settings) -> _Itself:
     if settings.listen.port == 0:
-        return [Finding(Level.NOTE, "slotpin", "listen.port is 0, any free one: it was not looked for")]
+        return _Itself(Finding(Level.NOTE, "slotpin", "listen.port is 0, any free one: it was not looked for"))
     url = listen_url(settings.listen)
     try:
         status = await slotpin_status(http, url)
     except NoAnswerError:
-        return [Finding(Level.NOTE, "slotpin", f"is not running on {url}", "slotpin serve")]
+        return _Itself(Finding(Level.NOTE, "slotpin", f"is not running on {url}", "slotpin serve"))
     if status is None:
         text = f"another program listens on {url}, so slotpin can't"
-        return [Finding(Level.BETTER, "slotpin", text, "slotpin serve --port PORT   # one that is free")]
-    return [_running(status, url, settings)]
+        remedy = "slotpin serve --port PORT   # one that is free"
+        return _Itself(Finding(Level.BETTER, "slotpin", text, remedy))
+    return _running(status, url, settings)
 
 
-def _running(status: Status, url: str, settings: Settings) -> Finding:
+def _in_force(settings: Settings, status: Status | None) -> Settings:
+    """What runs counts, whatever its configuration came from: `slotpin up` pins without a file."""
+    if status is None or not isinstance(status.mode, bool | str) or status.mode == settings.llama_cpp_slots.enabled:
+        return settings
+    slots = settings.llama_cpp_slots.model_copy(update={"enabled": status.mode})
+    return settings.model_copy(update={"llama_cpp_slots": slots})
+
+
+def _running(status: Status, url: str, settings: Settings) -> _Itself:
     running = f"{status.version} runs on {url}"
     if not same_endpoint(status.endpoints.main, settings.main.base_url):
         text = f"{running}, but in front of {status.endpoints.main} and not of {settings.main.base_url}"
-        return Finding(Level.BETTER, "slotpin", text, "slotpin serve   # anew, with this configuration")
+        return _Itself(Finding(Level.BETTER, "slotpin", text, "slotpin serve   # anew, with this configuration"))
     if status.mode != settings.llama_cpp_slots.enabled:
-        text = f"{running}, but with enabled: {_mode(status.mode)} and not {_mode(settings.llama_cpp_slots.enabled)}"
-        return Finding(Level.BETTER, "slotpin", text, "slotpin serve   # anew, with this configuration")
-    return Finding(Level.OK, "slotpin", running)
+        said = _mode(settings.llama_cpp_slots.enabled)
+        text = f"{running} with enabled: {_mode(status.mode)} (this configuration: {said})"
+        return _Itself(Finding(Level.NOTE, "slotpin", text), status)
+    return _Itself(Finding(Level.OK, "slotpin", running), status)
 
 
 def _mode(mode: bool | str) -> str:

@@ -16,6 +16,7 @@ from slotpin.config import Listen, Settings
 from slotpin.errors import UserError
 from slotpin.observe import log as logs
 from slotpin.pinning.endpoints import same_endpoint, server_root
+from slotpin.pinning.reasons import Reason, explain
 from slotpin.proxy.app import Proxy
 
 DEFAULT_TOKENS = 1000
@@ -165,7 +166,9 @@ def verdict(result: Result) -> str:
             f"Main lost its cache: of the {lost.name}'s {lost.prompt} prompt tokens {lost.reused} were re-used and "
             f"{lost.evaluated} evaluated; see slotpin doctor."
         )
-    return " ".join(filter(None, [first, _slots(result.through), _comparison(follow_up, result.direct)]))
+    stopped = any(turn.reason == Reason.PINNING_STOPPED for turn in result.through)
+    why = f"slotpin does not pin here: {explain(Reason.PINNING_STOPPED)}." if stopped else ""
+    return " ".join(filter(None, [first, _slots(result.through), why, _comparison(follow_up, result.direct)]))
 
 
 def _slots(turns: Sequence[Turn]) -> str:
@@ -191,7 +194,7 @@ def _comparison(follow_up: Turn, direct: Sequence[Turn]) -> str:
         return f"Without slotpin the follow-up evaluated {without}."
     if follow_up.evaluated > 2 * without:
         return f"Without slotpin the follow-up evaluated only {without}: that must not be; see slotpin doctor."
-    return f"Without slotpin it evaluated {without}: this time the server chose well by itself."
+    return f"Without slotpin it evaluated {without}, about as much."
 
 
 def lines(result: Result) -> list[str]:

@@ -155,7 +155,11 @@ def _cause(left: Left, got: int, evidence: Evidence) -> tuple[Cause, str]:
     if left.n_ctx is not None and left.prompt + (left.generated or 0) >= left.n_ctx:
         return Cause.CONTEXT_FULL, _slot(left.slot)
     if evidence.slot != left.slot:
-        return Cause.UNKNOWN, f"last turn on {_slot(left.slot)}, this one on {_slot(evidence.slot)}"
+        moved = evidence.slot is not None and left.slot is not None
+        return (
+            Cause.OTHER_REQUEST if moved else Cause.UNKNOWN,
+            f"last turn on {_slot(left.slot)}, this one on {_slot(evidence.slot)}",
+        )
     # Without a usable checkpoint such a model begins at token 0 (server-context.cpp, "forcing full prompt
     # re-processing"); a prompt that only differs keeps at least its first token.
     if evidence.held and got == 0:

@@ -22,6 +22,7 @@ from slotpin.pinning.ids import Unpredictable, normalise
 from slotpin.pinning.message_end import Shape
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.request import Body, Opening, Request, read_body, read_opening
+from slotpin.pinning.reuse import WARN_TOKENS
 from slotpin.pinning.roles import Classified, OnUnsafe, Role, classify
 from slotpin.pinning.route import Route
 from slotpin.pinning.splice import splice
@@ -171,6 +172,7 @@ class Planner:
             found = server.find(conversation.key, left)
             if found is not None and found != normalise(pin.compactor_id, topology.count):
                 server.placement.note(conversation.key, found, self._state.clock())
+        self._make_room(server, normalise(pin.main_id, topology.count), conversation)
         where = server.placement.place(
             conversation.key,
             topology,
@@ -182,6 +184,15 @@ class Planner:
         )
         shared = f"--parallel {where.enough} would be enough" if where.shared else ""
         return placed(decision, where.slot, shared=shared)
+
+    def _make_room(self, server: Server, main: int, conversation: Conversation) -> None:
+        """A conversation of a few tokens, such as a first "Hi", loses nothing that would be worth the main slot."""
+        key = server.placement.owner(main)
+        holder = self._state.conversations.get(key) if key is not None and key != conversation.key else None
+        if holder is None or main in server.gates.busy or server.placement.slot_of(conversation.key) is not None:
+            return
+        if holder.left is not None and holder.left.prompt <= WARN_TOKENS:
+            server.placement.forget(holder.key)
 
     def _side(
         self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body

@@ -90,7 +90,7 @@ def test_one_slot(tmp_path: Path) -> None:
     assert report.exit_code == 2
     assert report.bad == {"slots"}
     assert report.text("slots").startswith("1 slot: ")
-    assert "--parallel 2" in report.remedy("slots")
+    assert "--parallel 4" in report.remedy("slots")
 
 
 def test_wrong_key(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_slotpin_itself(tmp_path: Path) -> None:
         assert report.exit_code == 0
         assert report.level("slotpin") == "ok"
         report = doctor(tmp_path, "--enabled", "true", "--port", port, *server.upstream)
-        assert report.text("slotpin").endswith("but with enabled: auto and not true")
+        assert report.text("slotpin").endswith("with enabled: auto (this configuration: true)")
         report = doctor(tmp_path, *AUTO, "--port", port, "--upstream", f"{program.url}/v1")
         assert report.level("configuration") == "unsafe"
         assert "run in a circle" in report.text("configuration")

@@ -88,7 +88,11 @@ def test_the_figures(left: Left | None, counters: Counters, expected: int, got: 
         pytest.param(LEFT, changed(GOOD, held=None), Cause.UNKNOWN, "slot 0", id="nobody looked"),
         pytest.param(LEFT, changed(GOOD, held=False), Cause.UNKNOWN, "slot 0", id="looked: empty, and that is no news"),
         pytest.param(
-            LEFT, changed(GOOD, slot=2), Cause.UNKNOWN, "last turn on slot 0, this one on slot 2", id="another slot"
+            LEFT,
+            changed(GOOD, slot=2),
+            Cause.OTHER_REQUEST,
+            "last turn on slot 0, this one on slot 2",
+            id="another slot",
         ),
         pytest.param(
             replace(LEFT, slot=None),

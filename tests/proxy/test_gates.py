@@ -398,3 +398,18 @@ async def test_any_number_of_completions_costs_nothing(count: int) -> None:
         answered = await proxy.fetch("/completion", b'{"prompt":"a","n_cmpl":%d}' % count)
         assert answered.get(b"X-Slotpin-Reason") == b"several_completions"
         assert (await proxy.bindings())[0] == 0
+
+
+@on_loop
+async def test_conversation_of_a_few_tokens_gives_up_the_main_slot() -> None:
+    """A first "Hi" must not leave the conversation after it without a slot of its own."""
+    few, many = (answer(b'{"timings":{"prompt_n":%d,"cache_n":0}}' % count) for count in (20, 2000))
+    hi, turn, other = (b'{"messages":[{"role":"user","content":"%b"}]}' % text for text in (b"Hi", b"A", b"B"))
+    async with stub_upstream() as stub, running_proxy(settings_for(stub)) as proxy:
+        for body, said, slot in ((hi, few, b"0"), (turn, many, b"0"), (other, many, b"1"), (turn, many, b"0")):
+
+            async def script(connection: Connection, _: Request, said: bytes = said) -> None:
+                await connection.send(said)
+
+            stub.script = script
+            assert (await proxy.fetch(body=body)).get(b"X-Slotpin-Slot") == slot
