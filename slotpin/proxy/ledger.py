@@ -103,7 +103,9 @@ class Ledger:
             found = plan.probed.slot(slot) if isinstance(plan.probed, Topology) and slot is not None else None
             n_ctx = found.n_ctx if found is not None else None
             prompt = counters.evaluated + counters.cached
-            conversation.left = Left(prompt, counters.generated, slot, server.epoch, n_ctx)
+            left = Left(prompt, counters.generated, slot, server.epoch, n_ctx)
+            # Where nothing was known of the slots there is nothing to look for in them either.
+            conversation.left = left if slot is not None or isinstance(plan.probed, Topology) else None
             server.mark(conversation.key)
             self._state.history.add(conversation.key, counters, reuse)
         if reuse.worth_a_warning and reuse.cause is not None:
