@@ -107,6 +107,8 @@ def _signals() -> Iterator[asyncio.Event]:
 async def _greet(proxy: Proxy, more: Sequence[str]) -> None:
     running = proxy.state.running
     found = await discover(proxy.state.probe, running.probe_target)
+    if isinstance(found.probed, Topology):
+        await proxy.state.probe.build(running.probe_target)  # for the status
     print("\n".join([*greeting(proxy.url, running.main.url, running.pin.enabled, found), *more]), flush=True)
 
 

@@ -71,18 +71,11 @@ class Proxy:
         what = f"{method} {path.decode('latin-1')}"
         return error(404, "not_found", f"there is no {what}; see /slotpin/status and /slotpin/health")
 
-    async def _ask_for_build(self) -> None:
-        """Of a server that has answered before: people want to see whether it is the patched one."""
-        target = self.state.running.probe_target
-        if self.state.probe.known_build(target) is None and self.state.probe.latest(target) is not None:
-            await self.state.probe.build(target)
-
     async def _handle(self, incoming: Incoming) -> None:
         path = incoming.head.target.partition(b"?")[0]
         try:
             if path == OWN_PREFIX or path.startswith(OWN_PREFIX + b"/"):
                 await incoming.body.read()
-                await self._ask_for_build()
                 incoming.reply(self._own_route(incoming.head, path))
             else:
                 await Exchange(self.state, incoming).run()
