@@ -26,13 +26,12 @@ import aiohttp
 from pydantic import SecretStr
 
 from bench.reuse_traffic import COMPACTOR_KEY, TRAFFICS, Kind, Message
-from slotpin.config import Compactor, Endpoint, Listen, LlamaCppSlots, Settings
-from slotpin.config_models import CustomRecogniser, Recognisers
+from bench.side_request import through_slotpin
+from slotpin.config import CustomRecogniser
 from slotpin.errors import UserError
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer, free_port
 from slotpin.observe import log
-from slotpin.proxy.app import Proxy
 from tests.support.llama import HOST, stock_binary
 from tests.support.tiny_model import full_attention, sliding_window
 
@@ -55,6 +54,7 @@ MODELS: dict[str, tuple[str, Callable[[], Path]]] = {
     "full": ("Full attention", full_attention),
     "window": ("Sliding window", sliding_window),
 }
+COMPACTOR = CustomRecogniser(name="compactor-key", api_key=SecretStr(COMPACTOR_KEY), on_unsafe="pass")
 WAYS = ("direct", "naive", "slotpin")
 QUICK = tuple(f"full/{flags}/*" for flags in ("default", "np2", "keep", "keep-ram0"))
 METHOD = """# Prompt tokens evaluated: direct, pinned naively, through slotpin
@@ -186,29 +186,11 @@ async def llama_server(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
         await server.stop()
 
 
-@contextlib.asynccontextmanager
-async def through_slotpin(server_url: str) -> AsyncIterator[str]:
-    compactor = CustomRecogniser(name="compactor-key", api_key=SecretStr(COMPACTOR_KEY), on_unsafe="pass")
-    settings = Settings(
-        listen=Listen(port=0),
-        main=Endpoint(base_url=f"{server_url}/v1"),
-        compactor=Compactor(base_url=f"{server_url}/v1"),
-        llama_cpp_slots=LlamaCppSlots(enabled="auto"),
-        recognisers=Recognisers(custom=(compactor,)),
-    )
-    proxy = Proxy(settings, log.get())
-    await proxy.start()
-    try:
-        yield proxy.url
-    finally:
-        await proxy.stop()
-
-
 async def measure(model: str, flags: str, traffic: str, way: str, verbose: bool) -> Evaluated:
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(llama_server(MODELS[model][1](), FLAGS[flags]))
         if way == "slotpin":
-            url = await stack.enter_async_context(through_slotpin(url))
+            url = await stack.enter_async_context(through_slotpin(url, COMPACTOR))
         # The server closes a connection after a streamed answer.
         connector, timeout = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from slotpin.config import Compactor, Endpoint, Listen, LlamaCppSlots, Settings
+from slotpin.config import Compactor, CustomRecogniser, Endpoint, Listen, LlamaCppSlots, Recognisers, Settings
 from slotpin.observe import log
 from slotpin.proxy.app import Proxy
 from tests.support.llama import running_server
@@ -42,13 +42,15 @@ class Turn:
 
 
 @contextlib.asynccontextmanager
-async def through_slotpin(server_url: str) -> AsyncIterator[str]:
+async def through_slotpin(server_url: str, *rules: CustomRecogniser) -> AsyncIterator[str]:
+    """The URL of a proxy in automatic mode."""
     base_url = f"{server_url}/v1"
     settings = Settings(
         listen=Listen(port=0),
         main=Endpoint(base_url=base_url),
         compactor=Compactor(base_url=base_url),
         llama_cpp_slots=LlamaCppSlots(enabled="auto"),
+        recognisers=Recognisers(custom=rules),
     )
     proxy = Proxy(settings, log.get())
     await proxy.start()

@@ -16,7 +16,7 @@ from slotpin.errors import UserError
 
 ANSWER_TOKENS = 16
 SIDE = "compaction"
-_WORDS = (
+_WORDS = [
     "the",
     "of",
     "and",
@@ -33,7 +33,7 @@ _WORDS = (
     "this",
     "have",
     "not",
-)
+]
 
 Message = dict[str, str]
 

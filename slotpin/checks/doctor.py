@@ -11,10 +11,11 @@ import msgspec
 from slotpin.checks.client import NoAnswerError, Server, session
 from slotpin.checks.findings import Finding, Level
 from slotpin.checks.idle_slots import Idle, Seen, provoke, without_provoking
-from slotpin.checks.look import Props, Slot, Trouble, is_patched, read_models, read_props, read_slots
+from slotpin.checks.look import Props, Slot, Trouble, read_models, read_props, read_slots
 from slotpin.checks.pi_models import believed, models_file
 from slotpin.config import Listen, Loaded, Settings
 from slotpin.errors import UserError
+from slotpin.llama.series import is_patched
 from slotpin.pinning.endpoints import same_endpoint, server_root
 from slotpin.pinning.ids import normalise
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import msgspec
 
 from slotpin.checks.client import NoAnswerError, Reply, Server
-from slotpin.llama.series import choose
 
 
 class _GenerationSettings(msgspec.Struct):
@@ -58,7 +57,7 @@ class Model(msgspec.Struct):
     status: _Status | None = None
 
 
-class _Models(msgspec.Struct):
+class Models(msgspec.Struct):
     data: list[Model]
 
 
@@ -117,11 +116,5 @@ async def read_models(server: Server) -> list[Model]:
         reply = await server.get("/v1/models")
     except NoAnswerError:
         return []
-    models = reply.read(_Models) if reply.status == 200 else None
+    models = reply.read(Models) if reply.status == 200 else None
     return models.data if models else []
-
-
-def is_patched(build_info: str) -> bool:
-    """Whether the server was built with all of this slotpin's patches."""
-    digest = choose("all").digest
-    return bool(digest) and build_info.endswith(f"+slotpin.{digest}")

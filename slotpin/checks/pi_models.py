@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from slotpin.pi.folder import MODELS, agent_folder
+from slotpin.pi.json_edit import BadJsonError, read
 from slotpin.pinning.endpoints import same_endpoint
 
 DEFAULT_CONTEXT_WINDOW = 128000  # Pi's, for a model that does not say
@@ -46,12 +46,12 @@ def models_file(environ: Mapping[str, str]) -> Path:
 def believed(file: Path, slotpin_url: str) -> list[Believed] | str:
     """The models of all providers whose `baseUrl` is at `slotpin_url`, or why the file can't be read."""
     try:
-        content = msgspec.json.decode(_plain_json(file.read_bytes()), type=_File)
+        content = msgspec.convert(read(file.read_text(encoding="utf-8"), lenient=True).value, _File)
     except FileNotFoundError:
         return []
     except OSError as error:
         return error.strerror or str(error)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (BadJsonError, msgspec.ValidationError, UnicodeDecodeError) as error:
         return str(error)
     return [
         Believed(name, model.id, int(model.context_window))
@@ -68,11 +68,3 @@ def _leads_to(base_url: str, slotpin_url: str) -> bool:
         return same_endpoint(f"{parts.scheme}://{parts.netloc}", slotpin_url)
     except ValueError:  # a bad port
         return False
-
-
-# Pi allows comments and commas before a closing bracket.
-_STRING_OR_EXTRA = re.compile(rb'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|,(?=\s*[}\]])', re.DOTALL)
-
-
-def _plain_json(text: bytes) -> bytes:
-    return _STRING_OR_EXTRA.sub(lambda found: found[1] or b"", text.removeprefix(b"\xef\xbb\xbf"))

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from slotpin.errors import UserError
@@ -65,6 +65,16 @@ def choose(text: str) -> Series:
             raise UserError(f"--patches {text}: no patch {unknown[0]!r}; use all, none, or {', '.join(available)}")
         wanted.update(members)
     return Series(tuple(patch for name, patch in available.items() if name in wanted))
+
+
+@cache
+def _all_digest() -> str:
+    return choose("all").digest
+
+
+def is_patched(build_info: str) -> bool:
+    """Whether a server that says this in `/props` was built with all of this slotpin's patches."""
+    return bool(_all_digest()) and build_info.endswith(f"+slotpin.{_all_digest()}")
 
 
 def check(series: Series, source: Path) -> None:

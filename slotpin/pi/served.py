@@ -9,6 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from slotpin.checks.client import NoAnswerError, Reply, Server, session
+from slotpin.checks.look import Models
 from slotpin.errors import UserError
 
 Shape = TypeVar("Shape")
@@ -32,19 +33,6 @@ class Found:
     unloaded: list[str]
 
 
-class _Status(msgspec.Struct):
-    value: str = ""
-
-
-class _Model(msgspec.Struct):
-    id: str
-    status: _Status | None = None  # in router mode only
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 class _Slot(msgspec.Struct):
     n_ctx: int = 0
 
@@ -65,7 +53,7 @@ async def look(url: str, api_key: str, *, pi_has_key: bool) -> Found:
         server = Server(http, url, api_key)
         try:
             await _is_slotpin(server)
-            models = _read(await server.get("/v1/models"), _Models, f"{url}/v1/models").data
+            models = _read(await server.get("/v1/models"), Models, f"{url}/v1/models").data
             props = _read(await server.get("/props"), _Props, f"{url}/props")
             if not pi_has_key and (await Server(http, url, "none").get("/props")).status in (401, 403):
                 raise UserError(

@@ -101,6 +101,11 @@ class Placement:
             return slot
         return self._home_of(key, self._homes)
 
+    def home_at(self, slot: int) -> str | None:
+        """The conversation that keeps this slot."""
+        home = self._homes.get(slot)
+        return home.key if home is not None else None
+
     def owner(self, slot: int) -> str | None:
         """Who was placed there last: the slot holds that conversation's tokens, once its turn has run."""
         return self._owner.get(slot)

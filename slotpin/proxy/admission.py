@@ -1,4 +1,4 @@
-"""Before a request goes out: wait for its slot, see whether that still holds what it should, and meet nobody there."""
+"""Before a request goes out: does its slot still hold what it should? And what to say to one that waited in vain."""
 
 from __future__ import annotations
 
@@ -22,45 +22,28 @@ class Admitted:
     other_ran: bool = False
 
 
-async def enter(plan: Plan, server: Server, who: str) -> Admitted:
-    """Wait at the gate. Cancel it to give up the place."""
-    return Admitted(await server.gates.enter(plan.gate, who, plan.completions))
-
-
-def give_up(server: Server, admitted: Admitted) -> None:
-    """It does not go out after all."""
-    server.gates.leave(admitted.entered, settled=True)
-
-
-async def clear(plan: Plan, server: Server, admitted: Admitted) -> None:
-    """Wait for what could meet it in its slot; from then on it counts as sent."""
-    await server.gates.clear(admitted.entered, pinned=plan.pinned)
-
-
-async def needs_clearing(plan: Plan, server: Server) -> bool:
-    return server.gates.could_meet(pinned=plan.pinned) and not await server.is_patched()
-
-
-async def last_look(plan: Plan, server: Server, admitted: Admitted, retry_seconds: float) -> None:
+async def last_look(plan: Plan, server: Server, entered: Pass, retry_seconds: float) -> Admitted:
     """See whether the slot still holds what it should; the decision may become one without a slot."""
+    admitted = Admitted(entered)
     conversation, slot = plan.conversation, plan.decision.slot
     if conversation is None or slot is None or plan.decision.action is not Action.PIN:
-        return
+        return admitted
     left = conversation.left
     if left is None or left.epoch != server.epoch or not isinstance(plan.probed, Topology):
-        return
+        return admitted
     if left.slot is None:
         # The server chose the last time: only where it can be seen to have put the tokens is there a slot to pin to.
         if server.find(conversation.key, left) != slot:
             plan.decision = unpinned(plan.decision, Reason.SLOT_EMPTIED)
-        return
+        return admitted
     if left.slot != slot:
-        return  # it has been given another slot, and has to begin anew there
+        return admitted  # it has been given another slot, and has to begin anew there
     admitted.other_ran = server.other_ran(conversation.key, slot)
     admitted.held = await server.holds(conversation.key, left, slot)
     if admitted.held is False and not await server.is_patched():
         helps = server.pinning_helps(retry_seconds)
         plan.decision = unpinned(plan.decision, Reason.SLOT_EMPTIED if helps else Reason.PINNING_STOPPED)
+    return admitted
 
 
 def busy_message(plan: Plan, seconds: float) -> str:

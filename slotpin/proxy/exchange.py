@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from slotpin.pinning.decision import Action, refused
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.roles import Role
 from slotpin.pinning.route import Route, read_route
-from slotpin.proxy.admission import busy_message, clear, enter, give_up, last_look, needs_clearing
+from slotpin.proxy.admission import busy_message, last_look
 from slotpin.proxy.answer import Answer, Watch
 from slotpin.proxy.forward import Forward, Forwarded
 from slotpin.proxy.headers import Headers
@@ -42,13 +43,13 @@ class Exchange:
         if reply := _bad_request(head.method, head.get(b"x-slotpin-role")):
             self._incoming.reply(reply)
             return
+        await self._incoming.flow.drain()  # of the answer before, where requests were sent ahead
         route = read_route(head.method, head.target)
         if route.shape is None:
             self._state.relayed += 1
             role = route.role or self._planner.header_role or Role.MAIN
             await self._send(role, route, None, Answer(self._incoming, watch=None))
             return
-        await self._incoming.flow.drain()  # of the answer before, where requests were sent ahead
         plan = await self._plan(route)
         ledger = Ledger(self._state, self._running, self.id, plan)
         watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
@@ -89,20 +90,21 @@ class Exchange:
         server = plan.server
         assert server is not None
         wait_seconds = self._running.settings.gate.wait_seconds
-        entering = enter(plan, server, f"{plan.classified.role} request {self.id}")
+        entering = server.gates.enter(plan.gate, f"{plan.classified.role} request {self.id}", plan.completions)
+        leave = partial(server.gates.leave, settled=True)
         async with asyncio.timeout(wait_seconds or None):
             if server.gates.is_open(plan.gate):
-                admitted = await entering
+                entered = await entering
             else:
-                admitted = await self._patiently(entering, plan, lambda late: give_up(server, late))
+                entered = await self._patiently(entering, plan, undo=leave)
             try:
-                await last_look(plan, server, admitted, self._running.retry_seconds)
-                if await needs_clearing(plan, server):
-                    await self._patiently(clear(plan, server, admitted), plan, lambda _: None)
+                admitted = await last_look(plan, server, entered, self._running.retry_seconds)
+                if server.gates.could_meet(pinned=plan.pinned) and not await server.is_patched():
+                    await self._patiently(server.gates.clear(entered, pinned=plan.pinned), plan, undo=lambda _: None)
                 else:
-                    server.gates.sent(admitted.entered, pinned=plan.pinned)
+                    server.gates.sent(entered, pinned=plan.pinned)
             except BaseException:
-                give_up(server, admitted)
+                leave(entered)
                 raise
         ledger.admitted(server, admitted)
 

@@ -37,7 +37,6 @@ class Forward:
         head = upstream_head(incoming.head, target, address.host_header, length, authorization)
         pool = self._state.pool(address)
         connection: UpstreamConnection | None = None
-        await incoming.flow.drain()  # of the answer before, where requests were sent ahead
         try:
             # What is passed on while it arrives can't be sent again, so it gets a connection that can't be stale.
             connection = await pool.acquire(fresh=body is None)

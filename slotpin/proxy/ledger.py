@@ -62,12 +62,10 @@ class Ledger:
     def message_ended(self, counters: Counters | None) -> None:
         """The client has its whole answer, and the server is done with the slot."""
         self._state.bindings.end(self._id)
-        if self._server is not None:
-            assert self._admitted is not None
-            self._server.answered(self._admitted.entered.sent_at)
         if counters is not None:
             self._reuse = self._assess(counters)
         if self._server is not None and self._admitted is not None:
+            self._server.answered(self._admitted.entered.sent_at)
             self._server.gates.leave(self._admitted.entered, settled=True)
 
     def close(self, outcome: str, counters: Counters | None, *, settled: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from slotpin.pinning.bindings import Binding
 from slotpin.pinning.conversations import Conversation, parent_ids, session_ids
@@ -167,32 +167,31 @@ class Planner:
         state.bindings.open(Binding(self._id, conversation.key, decision, pin.generation, slot_ids, server.model))
 
     def _placed(self, decision: Decision, topology: Topology, server: Server, conversation: Conversation) -> Decision:
-        pin = self._running.pin
+        pin, gates = self._running.pin, server.gates
+        main, compactor = normalise(pin.main_id, topology.count), normalise(pin.compactor_id, topology.count)
         if (left := conversation.left) is not None and left.slot is None:
             found = server.find(conversation.key, left)
-            if found is not None and found != normalise(pin.compactor_id, topology.count):
+            if found is not None and found != compactor:
                 server.placement.note(conversation.key, found, self._state.clock())
-        self._make_room(server, normalise(pin.main_id, topology.count), conversation)
-        where = server.placement.place(
-            conversation.key,
-            topology,
-            normalise(pin.main_id, topology.count),
-            normalise(pin.compactor_id, topology.count),
-            self._running.settings.conversations.slots,
-            server.gates.busy,
-            self._state.clock(),
+        place = partial(
+            server.placement.place,
+            *(conversation.key, topology, main, compactor, self._running.settings.conversations.slots),
+            *(gates.busy, self._state.clock()),
         )
+        where = place()
+        if where.shared and self._makes_room(server, main, conversation):
+            where = place()
         shared = f"--parallel {where.enough} would be enough" if where.shared else ""
         return placed(decision, where.slot, shared=shared)
 
-    def _make_room(self, server: Server, main: int, conversation: Conversation) -> None:
-        """A conversation of a few tokens, such as a first "Hi", loses nothing that would be worth the main slot."""
-        key = server.placement.owner(main)
+    def _makes_room(self, server: Server, main: int, conversation: Conversation) -> bool:
+        """Whether the main slot is free now: a few tokens, as of a first "Hi", are not worth keeping it."""
+        key = server.placement.home_at(main)
         holder = self._state.conversations.get(key) if key is not None and key != conversation.key else None
-        if holder is None or main in server.gates.busy or server.placement.slot_of(conversation.key) is not None:
-            return
-        if holder.left is not None and holder.left.prompt <= WARN_TOKENS:
-            server.placement.forget(holder.key)
+        if holder is None or holder.left is None or holder.left.prompt > WARN_TOKENS or main in server.gates.busy:
+            return False
+        server.placement.forget(holder.key)
+        return True
 
     def _side(
         self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body

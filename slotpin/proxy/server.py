@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from slotpin.llama.series import choose
+from slotpin.llama.series import is_patched
 from slotpin.pinning.decision import Probed
 from slotpin.pinning.placement import Placement
 from slotpin.pinning.reuse import Left
@@ -72,7 +72,7 @@ class Server:
     async def is_patched(self) -> bool:
         """Whether it has all of slotpin's patches: then it heeds `id_slot` on the Anthropic route, restores what an
         emptied slot held, and takes a request for a busy slot without harm."""
-        return _is_patched(await self._probe.build(self.target))
+        return is_patched(await self._probe.build(self.target))
 
     def pinning_helps(self, retry_seconds: float) -> bool:
         """False while the server is known to clear idle slots; after `retry_seconds` that has to be seen again."""
@@ -167,7 +167,7 @@ class Server:
             self._topology, self._asked_at, self._taken_at = topology, asked_at, self._clock()
             self._answered.clear()
             self.gates.observe(topology, asked_at)
-            if not _is_patched(self._probe.known_build(self.target) or ""):
+            if not is_patched(self._probe.known_build(self.target) or ""):
                 self.gates.suspect(topology, asked_at)
         return probed
 
@@ -177,11 +177,3 @@ class Server:
         self.epoch = next(_EPOCHS)
         self.clears_idle_slots = None
         self._ran.clear()
-
-
-# Of all patches, as `slotpin build` applies them if nothing else is asked for.
-_PATCHES = choose("all").digest
-
-
-def _is_patched(build: str) -> bool:
-    return bool(_PATCHES) and build.endswith(f"+slotpin.{_PATCHES}")

@@ -35,7 +35,7 @@ def blocks(name: str, language: str) -> list[str]:
     return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the pages use curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the pages' commands are curl's, and this machine has none")
 @pytest.mark.parametrize("name", [name for name in NAMES if blocks(name, "console")])
 def test_commands_print_what_is_shown(proxy: Slotpin, name: str) -> None:
     for block in blocks(name, "console"):

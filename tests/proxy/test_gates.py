@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from pydantic import SecretStr
@@ -62,6 +63,19 @@ class Server:
         await until(lambda: len(self.waiting) >= count, f"{count} requests have reached the server")
 
 
+@asynccontextmanager
+async def held(gate: Mapping[str, object] | None = None) -> AsyncIterator[tuple[Server, Running, Client]]:
+    """A server that works on the first turn, the proxy in front of it, and that turn's client."""
+    server = Server()
+    async with (
+        stub_upstream(server.script) as server.stub,
+        running_proxy(settings_for(server.stub, gate=gate or {})) as proxy,
+    ):
+        first = await send(proxy, TURN)
+        await server.until_asked(1)
+        yield server, proxy, first
+
+
 async def send(proxy: Running, body: bytes, *headers: bytes) -> Client:
     client = await proxy.client()
     await client.send(request("POST", CHAT, body, headers))
@@ -70,10 +84,7 @@ async def send(proxy: Running, body: bytes, *headers: bytes) -> Client:
 
 @on_loop
 async def test_second_turn_waits_until_the_first_message_ends() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        first = await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, first):
         second = await send(proxy, NEXT)
         await until(lambda: waiting_at(proxy, 0) == 1, "the second turn waits at the gate")
         await asyncio.sleep(0.1)
@@ -92,10 +103,7 @@ def waiting_at(proxy: Running, slot: int) -> int:
 
 @on_loop
 async def test_main_and_compactor_do_not_wait_for_each_other() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, _):
         await send(proxy, b'{"messages":[]}', b"X-Slotpin-Role: compactor")
         await server.until_asked(2)
         for finish in server.waiting:
@@ -104,10 +112,7 @@ async def test_main_and_compactor_do_not_wait_for_each_other() -> None:
 
 @on_loop
 async def test_requests_are_let_in_as_they_came() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, _):
         for number in range(5):
             await send(proxy, TURN[:-1] + b',"seed":%d}' % number)
             await until(lambda count=number: waiting_at(proxy, 0) == count + 1, "it waits")  # type: ignore[misc]
@@ -121,10 +126,7 @@ async def test_requests_are_let_in_as_they_came() -> None:
 
 @on_loop
 async def test_client_that_leaves_gives_up_its_place_at_once() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, _):
         leaving = await send(proxy, NEXT)
         await until(lambda: waiting_at(proxy, 0) == 1, "it waits")
         leaving.leave()
@@ -137,10 +139,7 @@ async def test_client_that_leaves_gives_up_its_place_at_once() -> None:
 
 @on_loop
 async def test_after_an_abort_the_gate_opens_when_the_server_says_idle() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        first = await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, first):
         server.show(busy=[0])
         first.leave()
         await proxy.until_outcome("client_left")
@@ -157,10 +156,7 @@ async def test_after_an_abort_the_gate_opens_when_the_server_says_idle() -> None
 
 @on_loop
 async def test_nobody_looks_while_nobody_waits() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        first = await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, first):
         first.leave()
         await proxy.until_outcome("client_left")
         looks = len(server.stub.probes)
@@ -170,13 +166,7 @@ async def test_nobody_looks_while_nobody_waits() -> None:
 
 @on_loop
 async def test_wait_that_takes_too_long_is_refused() -> None:
-    server = Server()
-    async with (
-        stub_upstream(server.script) as server.stub,
-        running_proxy(settings_for(server.stub, gate={"waitSeconds": 0.3})) as proxy,
-    ):
-        first = await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held({"waitSeconds": 0.3}) as (server, proxy, first):
         refused = await (await send(proxy, NEXT)).read_response()
         holder = (await first.read_head()).partition(b"X-Slotpin-Request: ")[2][:12].decode()
         assert refused.status == 503
@@ -190,13 +180,7 @@ async def test_wait_that_takes_too_long_is_refused() -> None:
 
 @on_loop
 async def test_client_that_streams_gets_signs_of_life_while_it_waits() -> None:
-    server = Server()
-    async with (
-        stub_upstream(server.script) as server.stub,
-        running_proxy(settings_for(server.stub, gate={"keepAliveSeconds": 0.1})) as proxy,
-    ):
-        await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held({"keepAliveSeconds": 0.1}) as (server, proxy, _):
         second = await send(proxy, NEXT)
         head = await second.read_head()
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
@@ -215,13 +199,7 @@ async def test_client_that_streams_gets_signs_of_life_while_it_waits() -> None:
 
 @on_loop
 async def test_client_that_does_not_stream_gets_nothing_before_the_answer() -> None:
-    server = Server()
-    async with (
-        stub_upstream(server.script) as server.stub,
-        running_proxy(settings_for(server.stub, gate={"keepAliveSeconds": 0.05})) as proxy,
-    ):
-        await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held({"keepAliveSeconds": 0.05}) as (server, proxy, _):
         second = await send(proxy, NEXT.replace(b'"stream":true,', b""))
         await asyncio.sleep(0.3)
         server.stub.script = whole
@@ -375,10 +353,7 @@ def test_odd_id_is_gated_where_the_server_takes_it(own: bytes, slot: int) -> Non
 
 @on_loop
 async def test_another_key_or_spelling_is_the_same_server() -> None:
-    server = Server()
-    async with stub_upstream(server.script) as server.stub, running_proxy(settings_for(server.stub)) as proxy:
-        await send(proxy, TURN)
-        await server.until_asked(1)
+    async with held() as (server, proxy, _):
         url = server.stub.url.replace("127.0.0.1", "localhost")
         compactor = Compactor(base_url=f"{url}/v1", api_key=SecretStr("another"))
         settings = settings_for(server.stub, main={"baseUrl": f"{url}/v1"})
