@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Literal
 
 import msgspec
 import structlog
+
+from slotpin.observe import lines
 
 Log = structlog.typing.FilteringBoundLogger
 
@@ -17,34 +20,33 @@ def configure(form: Literal["auto", "console", "json"], level: str) -> None:
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[structlog.typing.Processor] = [
+        _without_nothing,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
+        structlog.processors.format_exc_info,
     ]
-    if console:
-        colors = sys.stderr.isatty()
-        structlog.configure(
-            processors=[*shared, structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=18)],
-            wrapper_class=structlog.make_filtering_bound_logger(threshold),
-            logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-            cache_logger_on_first_use=False,
-        )
-    else:
-        structlog.configure(
-            processors=[
-                *shared,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(serializer=_encode),
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(threshold),
-            logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
-            cache_logger_on_first_use=False,
-        )
+    colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    last: structlog.typing.Processor = (
+        lines.renderer(colours=colours) if console else structlog.processors.JSONRenderer(serializer=_encode)
+    )
+    structlog.configure(
+        processors=[*shared, last],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=(
+            structlog.WriteLoggerFactory(sys.stderr) if console else structlog.BytesLoggerFactory(sys.stderr.buffer)
+        ),
+        cache_logger_on_first_use=False,
+    )
     logging.basicConfig(handlers=[_Forward()], level=max(threshold, logging.WARNING), force=True)
 
 
 def get() -> Log:
     log: Log = structlog.get_logger()
     return log
+
+
+def _without_nothing(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {name: value for name, value in event.items() if value is not None}
 
 
 def _encode(event: object, **_: object) -> bytes:

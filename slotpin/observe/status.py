@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slotpin import __version__
@@ -40,9 +42,9 @@ def status(state: State) -> dict[str, object]:
         "bindings": {"open": state.bindings.open_count, "ended": state.bindings.ended_count},
         "decisions": [
             {"role": role, "reason": reason, "count": count}
-            for (role, reason), count in sorted(state.decisions.items())
+            for (role, reason), count in sorted(_summed(state.observer.totals.exchanges, 0, 1).items())
         ],
-        "outcomes": dict(sorted(state.outcomes.items())),
+        "outcomes": {name: n for (name,), n in sorted(_summed(state.observer.totals.exchanges, 2).items())},
         "relayed": state.relayed,
         "probes": {"asked": state.probe.asked, "failed": state.probe.failed},
         "warnings": [
@@ -50,6 +52,14 @@ def status(state: State) -> dict[str, object]:
             for cause, warned in sorted(state.warner.recent().items())
         ],
     }
+
+
+def _summed(counts: Mapping[tuple[str, str, str], int], *places: int) -> Counter[tuple[str, ...]]:
+    """The counts by some of their labels."""
+    sums: Counter[tuple[str, ...]] = Counter()
+    for labels, count in counts.items():
+        sums[tuple(str(labels[place]) for place in places)] += count
+    return sums
 
 
 # As many conversations as a person looks at.

@@ -37,6 +37,7 @@ class Exchange:
         self._incoming = incoming
         self._planner = Planner(state, self._running, self.id, incoming.head)
         self._forward = Forward(state, self._running, incoming)
+        self._arrived = 0.0  # when its body was whole, or is not read here
 
     async def run(self) -> None:
         head = self._incoming.head
@@ -51,7 +52,7 @@ class Exchange:
             await self._send(role, route, None, Answer(self._incoming, watch=None))
             return
         plan = await self._plan(route)
-        ledger = Ledger(self._state, self._running, self.id, plan)
+        ledger = Ledger(self._state, self._running, self.id, plan, head, self._arrived)
         watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
         answer = Answer(self._incoming, watch)
         outcome: Outcome = "failed"
@@ -62,13 +63,17 @@ class Exchange:
             outcome = "completed" if answer.message_ended else "client_left"
             raise
         finally:
+            ledger.status = answer.status or None
             over = answer.complete or answer.message_ended or not self._forward.reached
             ledger.close(outcome, watch.counters.result(), settled=over)
 
     async def _plan(self, route: Route) -> Plan:
         if self._running.pin.enabled is False:
+            self._arrived = self._state.clock()
             return self._planner.unread(route, Reason.DISABLED, None)
-        return await self._planner.plan(route, await self._incoming.body.read())
+        body = await self._incoming.body.read()
+        self._arrived = self._state.clock()
+        return await self._planner.plan(route, body)
 
     async def _carry_out(self, plan: Plan, ledger: Ledger, route: Route, answer: Answer) -> Outcome:
         if plan.tracked and plan.decision.action is not Action.REFUSE:

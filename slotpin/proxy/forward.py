@@ -10,7 +10,7 @@ from slotpin.proxy.headers import upstream_head
 from slotpin.proxy.listener import Incoming
 from slotpin.proxy.replies import error
 from slotpin.proxy.state import Running, State
-from slotpin.proxy.upstream import Address, StaleConnectionError, UpstreamConnection, UpstreamError
+from slotpin.proxy.upstream import Address, NotRunningError, StaleConnectionError, UpstreamConnection, UpstreamError
 
 Forwarded = Literal["completed", "upstream_broke", "upstream_refused", "unreachable"]
 
@@ -54,8 +54,12 @@ class Forward:
             if answer.status:
                 incoming.abort()
                 return "completed" if answer.message_ended else "upstream_broke"
-            what = "cannot reach llama-server at" if connection is None else "no answer from llama-server at"
-            answer.fail(error(502, "upstream_unreachable", f"{what} {address.url}: {problem}"))
+            if isinstance(problem, NotRunningError):
+                text = f"llama-server is not running at {address.url}"
+            else:
+                what = "cannot reach" if connection is None else "no answer from"
+                text = f"{what} llama-server at {address.url}: {problem}"
+            answer.fail(error(502, "upstream_unreachable", text))
             return "unreachable"
         finally:
             if connection is not None:

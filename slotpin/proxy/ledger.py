@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
+from slotpin.observe.observer import client_name
+from slotpin.observe.records import UNDER_WAY, WAITING, Record
 from slotpin.pinning.counters import Counters
 from slotpin.pinning.reuse import Evidence, Left, Reuse, advise, assess
 from slotpin.pinning.roles import Role
 from slotpin.pinning.topology import Topology
 from slotpin.proxy.admission import Admitted
+from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.plan import Plan
 from slotpin.proxy.server import Server
 from slotpin.proxy.state import Running, State
@@ -15,34 +20,37 @@ from slotpin.proxy.state import Running, State
 class Ledger:
     """`decided` or `admitted` first, `message_ended` when the answer is whole, `close` in any case, once each."""
 
-    def __init__(self, state: State, running: Running, exchange_id: str, plan: Plan) -> None:
+    def __init__(
+        self, state: State, running: Running, exchange_id: str, plan: Plan, head: RequestHead, arrived: float
+    ) -> None:
         self._state = state
         self._running = running
         self._id = exchange_id
         self._plan = plan
+        self._head = head
+        self._arrived = arrived
+        self._decided_at = arrived
+        self._counters: Counters | None = None
         self.has_decision = False
+        self.status: int | None = None  # llama-server's
         self._server: Server | None = None
         self._admitted: Admitted | None = None
         self._reuse: Reuse | None = None
-        self._waited = 0.0
+        self._waited: float | None = None
+        state.observer.began(exchange_id, self)
 
     def decided(self) -> None:
         """The decision will not change any more."""
         state, classified, decision = self._state, self._plan.classified, self._plan.decision
         self.has_decision = True
-        state.decisions[classified.role, decision.reason] += 1
-        probed = self._plan.probed
-        state.log.info(
+        self._decided_at = state.clock()
+        state.log.debug(
             "decision",
             request=self._id,
             role=classified.role,
-            found_by=classified.found_by,
-            conversation=self._conversation,
             action=decision.action,
             slot=decision.slot,
-            slots=probed.count if isinstance(probed, Topology) else None,
             reason=decision.reason,
-            generation=self._running.pin.generation,
         )
         for cause, text in decision.explained:
             state.warner.warn(cause, text, role=classified.role, request=self._id)
@@ -63,6 +71,7 @@ class Ledger:
         """The client has its whole answer, and the server is done with the slot."""
         self._state.bindings.end(self._id)
         if counters is not None:
+            self._counters = counters
             self._reuse = self._assess(counters)
         if self._server is not None and self._admitted is not None:
             self._server.answered(self._admitted.entered.sent_at)
@@ -76,17 +85,46 @@ class Ledger:
         if self._server is not None and self._admitted is not None:
             self._server.ended()
             self._server.gates.leave(self._admitted.entered, settled=settled)
-        self._state.outcomes[outcome] += 1
-        self._state.log.info("exchange", request=self._id, outcome=outcome, **self._figures(counters))
+        self._counters = counters
+        self._state.observer.ended(self.record(outcome), self._head.get)
 
-    def _figures(self, counters: Counters | None) -> dict[str, object]:
-        """Tokens, milliseconds: what is known of them."""
-        figures: dict[str, object] = {"waited_ms": round(self._waited * 1000)} if self._admitted is not None else {}
-        if counters is not None:
-            figures |= {"evaluated": counters.evaluated, "cached": counters.cached, "generated": counters.generated}
-        if (reuse := self._reuse) is not None:
-            figures |= {"expected": reuse.expected, "lost": reuse.lost, "cause": reuse.cause}
-        return figures
+    def record(self, outcome: str = "") -> Record:
+        """As it is now; `outcome` once it has ended."""
+        plan, counters, reuse = self._plan, self._counters, self._reuse
+        decision, now = plan.decision, self._state.clock()
+        seconds = now - self._arrived
+        decided_at = self._decided_at if self.has_decision else now
+        return Record(
+            id=self._id,
+            arrived=time.time() - seconds,
+            client=client_name(self._head.get(b"user-agent")),
+            model=plan.body.model[:_MODEL_LETTERS] if plan.body is not None and plan.body.model else None,
+            server=plan.server.model if plan.server is not None else "",
+            role=plan.classified.role,
+            found_by=plan.classified.found_by,
+            conversation=self._conversation,
+            action=decision.action,
+            reason=decision.reason,
+            detail=decision.detail,
+            warnings=decision.warnings,
+            slot=decision.slot,
+            slots=plan.probed.count if isinstance(plan.probed, Topology) else None,
+            gate=plan.gate,
+            generation=self._running.pin.generation,
+            outcome=outcome or (UNDER_WAY if self.has_decision else WAITING),
+            status=self.status,
+            planned=max(0.0, decided_at - self._arrived - (self._waited or 0.0)),
+            waited=self._waited,
+            seconds=seconds,
+            evaluated=counters.evaluated if counters is not None else None,
+            cached=counters.cached if counters is not None else None,
+            generated=counters.generated if counters is not None else None,
+            prompt_ms=counters.prompt_ms if counters is not None else None,
+            expected=reuse.expected if reuse is not None else None,
+            lost=reuse.lost if reuse is not None else None,
+            cause=reuse.cause if reuse is not None else None,
+            cause_detail=reuse.detail if reuse is not None else "",
+        )
 
     def _assess(self, counters: Counters) -> Reuse | None:
         """Compare with the conversation's last turn, and remember what this one leaves."""
@@ -114,3 +152,7 @@ class Ledger:
     @property
     def _conversation(self) -> str | None:
         return self._plan.conversation.key if self._plan.conversation is not None else None
+
+
+# A model's name is the client's own text.
+_MODEL_LETTERS = 100

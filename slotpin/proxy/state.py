@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 from slotpin.config import Settings, pin_relevant
 from slotpin.observe.history import History
 from slotpin.observe.log import Log
+from slotpin.observe.observer import Observer
 from slotpin.observe.warnings import Warner
 from slotpin.pinning.bindings import Bindings
 from slotpin.pinning.conversations import Conversations, SessionId
@@ -75,8 +75,7 @@ class State:
         self.probe = Probe(clock)
         self.warner = Warner(log, clock)
         self.history = History()
-        self.decisions: Counter[tuple[Role, str]] = Counter()
-        self.outcomes: Counter[str] = Counter()
+        self.observer = Observer(log)
         self.relayed = 0
         self._pools: dict[Address, UpstreamPool] = {}
         self.servers: dict[Hashable, Server] = {}

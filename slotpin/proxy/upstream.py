@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ STALE_SECONDS = 1.0
 
 class UpstreamError(Exception):
     """The server can't be reached, or its answer broke off; the message is for people."""
+
+
+class NotRunningError(UpstreamError):
+    """Nothing listens at the server's address."""
 
 
 class StaleConnectionError(UpstreamError):
@@ -255,7 +261,11 @@ class UpstreamPool:
         except ssl.SSLError as error:
             raise UpstreamError(f"TLS: {error.reason or error}") from None
         except OSError as error:
-            raise UpstreamError(error.strerror or str(error)) from None
+            if _is_refused(error):
+                raise NotRunningError("nothing listens there") from None
+            # asyncio's own text names its call.
+            number = error.errno or 0
+            raise UpstreamError(os.strerror(number) if number > 0 else error.strerror or str(error)) from None
         self._all.add(connection)
         return connection
 
@@ -274,3 +284,11 @@ class UpstreamPool:
         self._expiry = None
         if self._idle:
             self._expiry = loop.call_at(self._idle[0].idle_since + IDLE_SECONDS, self._expire)
+
+
+def _is_refused(error: OSError) -> bool:
+    """Also where a name has several addresses: asyncio puts what each said into one text."""
+    if isinstance(error, ConnectionRefusedError):
+        return True
+    said = str(error)
+    return error.errno is None and said.count(f"[Errno {errno.ECONNREFUSED}]") == said.count("[Errno ") > 0

@@ -55,7 +55,8 @@ def own(head: Mapping[str, str]) -> dict[str, str]:
 
 def decisions(proxy: Slotpin) -> list[tuple[Any, ...]]:
     return [
-        (event["role"], event["found_by"], event["slot"], event["reason"]) for event in proxy.program.events("decision")
+        (event["role"], event["found_by"], event.get("slot"), event["reason"])
+        for event in proxy.program.events("exchange")
     ]
 
 
@@ -144,7 +145,7 @@ def test_a_warning_is_shown_once_a_minute(tmp_path: Path) -> None:
         with pi(tmp_path / "pi", proxy.url, cache_prompt=False) as session:
             turns(session)
             (notice,) = shown(session, "notify")
-        assert len(proxy.program.events("decision")) == 2
+        assert len(proxy.program.events("exchange")) == 2
     assert notice["notifyType"] == "warning"
     assert notice["message"].startswith("slotpin: cache_prompt_off: ")
 

@@ -194,10 +194,10 @@ async def test_path_wins_over_header_and_header_over_recogniser() -> None:
         ):
             response = await running.fetch(target, PI_SUMMARY, [b"X-Slotpin-Role: " + header])
             assert response.get(b"X-Slotpin-Role") == role
-        events = running.logged("decision")
+        events = running.logged("exchange")
         assert [event["found_by"] for event in events] == ["path", "path", "header"]
         await running.fetch(body=PI_SUMMARY)
-        assert running.logged("decision")[-1]["found_by"] == "pi-summary"
+        assert running.logged("exchange")[-1]["found_by"] == "pi-summary"
 
 
 # Two servers
@@ -309,8 +309,8 @@ async def test_one_event_for_each_decision() -> None:
             ("main", "default", "leave", None, None, "not_json_object"),
         ]
         fields = ("role", "found_by", "action", "slot", "slots", "reason")
-        events = running.logged("decision")
-        assert [tuple(event[name] for name in fields) for event in events] == expected
+        events = running.logged("exchange")
+        assert [tuple(event.get(name) for name in fields) for event in events] == expected
         assert {event["generation"] for event in events} == {1}
         ids = [event["request"] for event in events]
         assert len(set(ids)) == len(ids)

@@ -134,9 +134,9 @@ class Slotpin:
         return found["open"], found["ended"]
 
     def decision(self, request: str) -> dict[str, Any]:
-        """The event that the log has of a decision."""
-        wait_until(lambda: bool(self.program.events("decision", request=request)), "the decision is logged")
-        (event,) = self.program.events("decision", request=request)
+        """What the log has of a request whose answer has ended."""
+        wait_until(lambda: bool(self.program.events("exchange", request=request)), "the decision is logged")
+        (event,) = self.program.events("exchange", request=request)
         return event
 
     def outcome(self, request: str) -> str:

@@ -149,7 +149,7 @@ def on_slot_0(home: Path, server: Llama, variant: Variant) -> Iterator[Slotpin]:
         yield Slotpin(program)
         assert program.process.poll() is None
         assert program.events("bug") == []
-        decisions = program.events("decision")
+        decisions = program.events("exchange")
         assert {(each["reason"], each["slot"]) for each in decisions} == {(variant.reason, 0)}
 
 

@@ -76,7 +76,7 @@ def exchange(proxy: Slotpin, answer: Answer) -> dict[str, Any]:
     (event,) = proxy.program.events("exchange", request=answer.request)
     assert event["outcome"] == "completed"
     assert (event["evaluated"], event["cached"]) == (evaluated(answer), cached(answer))
-    return event
+    return {"cause": None, **event}
 
 
 def warning(proxy: Slotpin, cause: str) -> str:

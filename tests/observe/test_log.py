@@ -1,0 +1,83 @@
+"""What a person reads on a terminal, and what a program reads otherwise."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import structlog
+
+from slotpin.observe import lines, log
+
+EXCHANGE = {
+    "event": "exchange",
+    "level": "info",
+    "timestamp": "12:04:31",
+    "request": "34bdd6a85727",
+    "role": "main",
+    "found_by": "default",
+    "client": "pi",
+    "slot": 0,
+    "reason": "pinned",
+    "outcome": "completed",
+    "ms": 1204,
+    "waited_ms": 0,
+    "evaluated": 34,
+    "cached": 812,
+}
+
+
+def line(colours: bool = False, **fields: Any) -> str:
+    event = {name: value for name, value in (EXCHANGE | fields).items() if value is not None}
+    return lines.renderer(colours=colours)(None, "", event)
+
+
+def test_an_exchange_is_a_short_line() -> None:
+    assert line() == "12:04:31 main       slot 0    pinned  re-used 812 of 846  1.20 s  34bdd6a85727"
+
+
+def test_an_exchange_says_what_went_wrong() -> None:
+    said = line(outcome="client_left", evaluated=None, slot=None, waited_ms=12_300, reason="slot_emptied")
+    assert said == "12:04:31 main       any slot  slot_emptied  client left  waited 12.3 s  1.20 s  34bdd6a85727"
+    assert "  lost 700 (prompt_changed)  " in line(lost=700, cause="prompt_changed")
+
+
+def test_a_warning_has_its_cause_first_and_its_request_last() -> None:
+    event: dict[str, Any] = {"event": "warning", "level": "warning", "timestamp": "12:04:40", "cause": "slot_shared"}
+    event |= {"message": "too few slots; raise --parallel", "request": "5b7d", "role": "main"}
+    render = lines.renderer(colours=False)
+    assert render(None, "", event) == ("12:04:40 warning: slot_shared: too few slots; raise --parallel [request 5b7d]")
+
+
+def test_any_other_event_has_its_fields() -> None:
+    event: dict[str, Any] = {"event": "config_reloaded", "level": "info", "timestamp": "12:04:40"}
+    event |= {"changed": ["log.level", "listen.port"], "generation": 2, "exception": "Traceback\nValueError"}
+    said = lines.renderer(colours=False)(None, "", event)
+    assert said == "12:04:40 config reloaded  changed=log.level, listen.port  generation=2\nTraceback\nValueError"
+
+
+def test_colours_only_add_to_the_text() -> None:
+    assert "\x1b" in line(colours=True)
+    assert re.sub(r"\x1b\[\d+m", "", line(colours=True)) == line()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.432, "0.43 s"), (12.04, "12.0 s"), (200.4, "3 min 20 s"), (7500, "2 h 05 min")]
+)
+def test_durations(value: float, said: str) -> None:
+    assert lines.seconds(value) == said
+
+
+def test_json_leaves_out_what_is_not_known(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    log.configure("json", "info")
+    try:
+        log.get().info("exchange", request="a", cause=None)
+        log.get().debug("decision", request="a")
+    finally:
+        structlog.reset_defaults()
+    (written,) = capfdbinary.readouterr().err.splitlines()
+    event = json.loads(written)
+    assert event.pop("timestamp").endswith("Z")
+    assert event == {"event": "exchange", "level": "info", "request": "a"}
