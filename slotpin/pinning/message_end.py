@@ -27,6 +27,9 @@ _MARKS: dict[Shape, tuple[re.Pattern[bytes], ...]] = {
         _BLANK_LINE,
     ),
 }
+# What the first pattern's match has in it: to look for that alone is faster.
+_HINTS: dict[Shape, bytes] = {Shape.CHAT: b"[DONE]", Shape.NATIVE: b"true", Shape.ANTHROPIC: b"message_stop"}
+_LINE_START = b"\n"
 # One byte less than the longest mark, with the line break on either side of it.
 _KEEP = len(b"\nevent: response.incomplete\n") - 1
 
@@ -37,19 +40,22 @@ class MessageEndScanner:
     `completions` is how many native answers share the stream (more than one prompt, or `n_cmpl`).
     """
 
-    __slots__ = ("_left", "_marks", "_step", "_tail", "ended")
+    __slots__ = ("_hint", "_left", "_marks", "_step", "_tail", "ended")
 
     def __init__(self, shape: Shape, completions: int = 1) -> None:
         self._marks = _MARKS[shape]
+        self._hint = _HINTS.get(shape, b"")
         self._left = completions if shape is Shape.NATIVE else 1
         self._step = 0
-        self._tail = b"\n"  # a stream begins at the beginning of a line
+        self._tail = _LINE_START  # a stream begins at the beginning of a line
         self.ended = False
 
     def feed(self, piece: bytes) -> bool:
         """Take the next bytes of the body; True once the message end has been seen."""
         if self.ended:
             return True
+        if self._tail is _LINE_START and piece[-1:] == b"\n" and piece.find(self._hint) < 0:
+            return False  # whole lines, and none of a first mark
         window = self._tail + piece
         position = 0
         while match := self._marks[self._step].search(window, position):
@@ -63,6 +69,9 @@ class MessageEndScanner:
                 self.ended = True
                 self._tail = b""
                 return True
-        # What a finished step has matched must not be seen again.
-        self._tail = window[max(position, len(window) - _KEEP) :]
+        if self._step == 0 and window[-1:] == b"\n":
+            self._tail = _LINE_START  # no first mark goes on over the end of a line
+        else:
+            # What a finished step has matched must not be seen again.
+            self._tail = window[max(position, len(window) - _KEEP) :]
         return False

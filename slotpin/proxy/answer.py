@@ -56,6 +56,7 @@ class Answer:
         self.complete = False
         self._incoming = incoming
         self._watch = watch
+        self._read: list[bytes] = []  # of the body, what came in the read that is being taken in
         self._late: bytearray | None = None  # the body of what has to become an event
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -92,14 +93,14 @@ class Answer:
         self._incoming.start(status, phrase, [*end_to_end(headers), *self.own_headers], length, has_body)
 
     def on_data(self, data: bytes) -> None:
-        if self._late is not None:
-            self._late += data
-            return
-        self._incoming.write(data)
-        if self._watch is not None and not self.message_ended and self._watch.feed(data):
-            self._end_message()
+        self._read.append(data)
+
+    def on_read(self) -> None:
+        self._relay()
+        self._incoming.flush()
 
     def on_complete(self) -> None:
+        self._relay()
         self.complete = True
         if self._late is not None:
             assert self._watch is not None
@@ -111,8 +112,21 @@ class Answer:
             self._done.set_result(None)
 
     def on_broken(self, error: UpstreamError) -> None:
+        self.on_read()
         if not self._done.done():
             self._done.set_exception(error)
+
+    def _relay(self) -> None:
+        if not self._read:
+            return
+        data = self._read[0] if len(self._read) == 1 else b"".join(self._read)
+        self._read.clear()
+        if self._late is not None:
+            self._late += data
+            return
+        self._incoming.write(data)
+        if self._watch is not None and not self.message_ended and self._watch.feed(data):
+            self._end_message()
 
     def _end_message(self) -> None:
         self.message_ended = True

@@ -133,6 +133,7 @@ class Exchange:
             headers = [(b"Content-Type", b"text/event-stream"), *self._own_headers(plan)]
             self._incoming.start(200, b"OK", headers, None)
         self._incoming.write(_KEEP_ALIVE)
+        self._incoming.flush()
 
     async def _send(self, role: Role, route: Route, plan: Plan | None, answer: Answer) -> Forwarded:
         payload = plan.payload if plan is not None else None

@@ -76,11 +76,9 @@ class Forward:
     ) -> None:
         """One try: until the answer is complete. Raises UpstreamError."""
         self._incoming.flow.on_change = connection.throttle
-        connection.start(self._incoming.head.method, head, answer)
+        connection.start(self._incoming.head.method, head, body or b"", answer)
         self.reached = True
         if body is not None:
-            if body:
-                connection.write(body)
             await answer.wait()
             return
         upload = asyncio.create_task(self._upload(connection, sized))

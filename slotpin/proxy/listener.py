@@ -117,6 +117,7 @@ class Incoming:
         self.started = False
         self.finished = False
         self._connection = connection
+        self._out: list[bytes] = []
         self._chunked = False
         self._close = not head.keep_alive
 
@@ -125,7 +126,10 @@ class Incoming:
         return self._connection.flow
 
     def start(self, status: int, phrase: bytes, headers: Headers, length: int | None, has_body: bool = True) -> None:
-        """Write the answer's head. `headers` are end-to-end ones; `length` None: the body's end is not known yet."""
+        """Write the answer's head. `headers` are end-to-end ones; `length` None: the body's end is not known yet.
+
+        What is written goes out with the next `flush` or `finish`, in one piece: each send costs the most of all.
+        """
         self.started = True
         if has_body and length is None:
             if self.head.http10:
@@ -140,16 +144,23 @@ class Incoming:
             headers = [*headers, (b"Connection", b"close")]
         elif self.head.http10:
             headers = [*headers, (b"Connection", b"keep-alive")]
-        self._connection.write(response_head(status, phrase, headers))
+        self._out.append(response_head(status, phrase, headers))
 
     def write(self, data: bytes) -> None:
         if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._connection.write(data)
+            self._out += (b"%x\r\n" % len(data), data, b"\r\n")
+        else:
+            self._out.append(data)
+
+    def flush(self) -> None:
+        if self._out:
+            self._connection.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
+            self._out.clear()
 
     def finish(self) -> None:
         if self._chunked:
-            self._connection.write(b"0\r\n\r\n")
+            self._out.append(b"0\r\n\r\n")
+        self.flush()
         self.finished = True
         self._connection.done(self, close=self._close)
 

@@ -20,6 +20,8 @@ IDLE_SECONDS = 4.0
 MAX_REQUESTS = 90
 # A kept connection that breaks this soon and without a byte had been closed by the server before the request arrived.
 STALE_SECONDS = 1.0
+# A body up to this size is copied, so that it goes out in one send with its head.
+JOINED_BYTES = 64 * 1024
 
 
 class UpstreamError(Exception):
@@ -55,10 +57,14 @@ class Address:
 
 
 class Sink(Protocol):
-    """Takes an answer. `on_complete` and `on_broken` end it, and exactly one of them is called, once."""
+    """Takes an answer. `on_complete` and `on_broken` end it, and exactly one of them is called, once.
+
+    `on_read`: all that came in one read has been handed over, and the answer is not complete yet.
+    """
 
     def on_head(self, status: int, phrase: bytes, headers: Headers) -> None: ...
     def on_data(self, data: bytes) -> None: ...
+    def on_read(self) -> None: ...
     def on_complete(self) -> None: ...
     def on_broken(self, error: UpstreamError) -> None: ...
 
@@ -88,8 +94,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = transport
         self.flow = FlowControl(transport)
 
-    def start(self, method: str, head: bytes, sink: Sink) -> None:
-        """Send a request head; the body follows with `write`, the answer goes to `sink`."""
+    def start(self, method: str, head: bytes, body: bytes, sink: Sink) -> None:
+        """Send a request head and what there is of its body, which `write` goes on with; the answer goes to `sink`."""
         self.requests += 1
         self._sink = sink
         self._method = method
@@ -97,7 +103,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._phrase, self._headers = b"", []
         self._got_bytes = self._until_close = False
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.write(head)
+        if len(body) <= JOINED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
@@ -133,6 +143,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(UpstreamError(f"its answer is not HTTP/1.1 ({error})"))
+        if self._sink is not None:
+            self._sink.on_read()
 
     def eof_received(self) -> None:
         if self._sink is not None and self._until_close:
