@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from slotpin.config import Compactor, CustomRecogniser, Endpoint, Listen, LlamaCppSlots, Recognisers, Settings
+from slotpin.config import Compactor, CustomRecogniser, Listen, LlamaCppSlots, Main, Recognisers, Settings
 from slotpin.observe import log
 from slotpin.proxy.app import Proxy
 from tests.support.llama import running_server
@@ -47,7 +47,7 @@ async def through_slotpin(server_url: str, *rules: CustomRecogniser) -> AsyncIte
     base_url = f"{server_url}/v1"
     settings = Settings(
         listen=Listen(port=0),
-        main=Endpoint(base_url=base_url),
+        main=Main(base_url=base_url),
         compactor=Compactor(base_url=base_url),
         llama_cpp_slots=LlamaCppSlots(enabled="auto"),
         recognisers=Recognisers(custom=rules),

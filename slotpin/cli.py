@@ -14,6 +14,7 @@ from types import MappingProxyType
 from slotpin import __version__
 from slotpin.checks import doctor, findings
 from slotpin.checks import verify as verifying
+from slotpin.checks.client import key_for_requests
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, check_patches
@@ -282,8 +283,9 @@ def _pi_setup(options: argparse.Namespace) -> None:
     settings = _loader(options, {})().settings
     url, folder = doctor.listen_url(settings.listen), agent_folder(os.environ)
     key = options.api_key or pi.known_key(folder)
-    own_key = settings.compactor.api_key.get_secret_value()
-    found = asyncio.run(look(url, own_key, pi_has_key=key is not None))
+    if settings.listen.host.startswith("unix:"):
+        raise UserError(f"Pi can't use a unix socket ({settings.listen.host}); set listen.host to 127.0.0.1")
+    found = asyncio.run(look(url, key_for_requests(settings), pi_has_key=key is not None))
     plan = pi.plan_setup(folder, url, key, found)
     if options.print:
         print(pi.contents(plan), end="")

@@ -27,6 +27,7 @@ from slotpin.config_models import (
     Listen,
     LlamaCppSlots,
     Log,
+    Main,
     Recognisers,
     Reuse,
     Settings,
@@ -68,6 +69,7 @@ __all__ = [
     "LlamaCppSlots",
     "Loaded",
     "Log",
+    "Main",
     "Recognisers",
     "Reuse",
     "Settings",
@@ -110,9 +112,10 @@ def _form(annotation: object) -> Literal["text", "scalar", "json", "text or arra
         return "json"
     if any(get_origin(part) is tuple for part in get_args(annotation)):
         return "text or array"
-    values = get_args(annotation)  # of a Literal
-    is_text = annotation in (str, SecretStr) or (values and all(isinstance(value, str) for value in values))
-    return "text" if is_text else "scalar"
+    values = get_args(annotation)  # of a Literal, or of `Secret | None`
+    is_secret = any(get_args(part)[:1] == (SecretStr,) for part in values)
+    is_name = bool(values) and all(isinstance(value, str) for value in values)
+    return "text" if annotation in (str, SecretStr) or is_secret or is_name else "scalar"
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -306,7 +309,17 @@ def _known_key(steps: Sequence[Step], model: type[BaseModel]) -> str:
 
 
 def _advice(settings: Settings) -> tuple[str, ...]:
-    slots = settings.llama_cpp_slots
+    return (*_open_to_others(settings.listen), *_equal_slots(settings.llama_cpp_slots))
+
+
+def _open_to_others(listen: Listen) -> tuple[str, ...]:
+    if listen.is_local or listen.api_keys:
+        return ()
+    effect = "everybody on that network can use llama-server and read /slots"
+    return (f"listen.host is {listen.host} and listen.apiKeys is empty: {effect}; set listen.apiKeys, or 127.0.0.1",)
+
+
+def _equal_slots(slots: LlamaCppSlots) -> tuple[str, ...]:
     if slots.enabled is False or slots.main_id_slot != slots.compactor_id_slot:
         return ()
     effect = (
@@ -331,7 +344,12 @@ def describe(loaded: Loaded) -> list[str]:
 
 def _origin(path: str, loaded: Loaded) -> str:
     origin = loaded.origins[path]
-    return "default: main.baseUrl" if (path, origin) == ("compactor.baseUrl", "default") else origin
+    if origin == "default" and path == "compactor.baseUrl":
+        return "default: main.baseUrl"
+    if origin == "default" and path == "compactor.apiKey":
+        settings = loaded.settings
+        return "default: main.apiKey" if settings.compactor.api_key == settings.main.api_key else origin
+    return origin
 
 
 def as_json(loaded: Loaded) -> dict[str, object]:

@@ -23,8 +23,9 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from slotpin.config_sources import quoted, shown
+from slotpin.config_sources import kind, quoted, shown
 from slotpin.pinning.conversations import SESSION_FIELDS, SESSION_HEADERS
+from slotpin.pinning.endpoints import is_loopback, same_endpoint, socket_path
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8080/v1"
 MASK = "********"
@@ -46,6 +47,8 @@ def _base_url(value: str) -> str:
     # A user name or a query may be a secret, so this line can't show the URL.
     if re.search(r"[?#@]", value):
         raise ValueError("a URL with a user name, a query or a fragment is not allowed; leave that part out")
+    if value.lower().startswith("unix:"):
+        return _unix(value)
     if re.fullmatch(r"[A-Za-z0-9.-]+(:[0-9]+)?(/.*)?", value):
         raise ValueError(f"{quoted(value)} has no scheme; did you mean {quoted(f'http://{value}')}?")
     if not re.fullmatch(r"https?://[!-~]+", value, re.IGNORECASE) or re.search(r'["<>\\^`{|}]', value):
@@ -63,9 +66,19 @@ def _base_url(value: str) -> str:
 
 
 def _listen_host(value: str) -> str:
+    if value.lower().startswith("unix:"):
+        return _unix(value)
     if not (_is_ipv6(value) or _is_name(value)):
         raise ValueError
     return value
+
+
+def _unix(value: str) -> str:
+    """`unix:/path`, as nginx and gunicorn have it; also `unix:///path`."""
+    path = socket_path(value)
+    if not re.fullmatch(r"/[^\x00-\x1f\x7f]*[^/\x00-\x1f\x7f]", path):
+        raise ValueError(f"{shown(value)} names no socket; use unix: and an absolute path, such as unix:/tmp/x.sock")
+    return f"unix:{path}"
 
 
 def _is_name(text: str) -> bool:
@@ -117,6 +130,23 @@ def _fits(value: object, pattern: str) -> bool:
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
+def _allowed_hosts(value: object) -> tuple[object, ...]:
+    what = "a host name; use names without a port, .name for a domain with all below it, or *"
+    return _array(value, lambda each: isinstance(each, str) and (each == "*" or _is_name(each.removeprefix("."))), what)
+
+
+def _secrets(value: object) -> tuple[SecretStr, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError  # noqa: TRY004, pydantic takes no TypeError
+    secrets = [SecretStr(each) if isinstance(each, str) else each for each in value]
+    for each in secrets:
+        if not isinstance(each, SecretStr):
+            raise ValueError(f"{kind(each)} in the array is not a key; use strings")  # noqa: TRY004, as above
+        if not re.fullmatch(r"[!-~]+", each.get_secret_value()):
+            raise ValueError("a string in the array is not a key; use visible ASCII characters without spaces")
+    return tuple(secrets)
+
+
 def _array(value: object, is_right: Callable[[object], bool], what: str) -> tuple[object, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError  # noqa: TRY004, pydantic takes no TypeError
@@ -136,12 +166,12 @@ Port = Annotated[int, Field(ge=0, le=65535), Allowed("an integer from 0 to 65535
 Host = Annotated[
     str,
     AfterValidator(_listen_host),
-    Allowed("a host name or an IP address without port or brackets, such as 127.0.0.1 or ::1"),
+    Allowed("a host name or an IP address without port or brackets, such as 127.0.0.1 or ::1, or unix:/path"),
 ]
 BaseUrl = Annotated[
     str,
     AfterValidator(_base_url),
-    Allowed(f"an http:// or https:// URL with a host, such as {DEFAULT_BASE_URL}"),
+    Allowed(f"an http:// or https:// URL with a host, such as {DEFAULT_BASE_URL}, or unix:/path"),
 ]
 Secret = Annotated[
     SecretStr,
@@ -185,6 +215,18 @@ FieldNames = Annotated[
     _ARRAY,
     Allowed('an array of member names, with dots between levels, such as "metadata.user_id"'),
 ]
+HostNames = Annotated[
+    tuple[str, ...],
+    PlainValidator(_allowed_hosts),
+    _ARRAY,
+    Allowed("an array of host names"),
+]
+Secrets = Annotated[
+    tuple[SecretStr, ...],
+    PlainValidator(_secrets),
+    PlainSerializer(lambda value: [MASK for _ in value]),
+    Allowed("an array of strings of visible ASCII characters without spaces", secret=True),
+]
 PositiveSeconds = Annotated[
     float,
     Field(gt=0, le=3600, allow_inf_nan=False),
@@ -208,16 +250,33 @@ class _Model(BaseModel):
 
 
 class Listen(_Model):
+    """`host` is `unix:/path` for a socket. Without `api_keys` everybody who can connect is served."""
+
     host: Host = "127.0.0.1"
     port: Port = 8484
+    api_keys: Secrets = ()
+    allowed_hosts: HostNames = ()
+    forwarded_headers: Switch = False
+    via: Switch = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host.startswith("unix:") or is_loopback(self.host)
 
 
 class Endpoint(_Model):
     base_url: BaseUrl = DEFAULT_BASE_URL
 
 
+class Main(Endpoint):
+    """Without `api_key` clients bring the server's."""
+
+    api_key: Secret | None = None
+
+
 class Compactor(Endpoint):
-    """`base_url` is main's when it is not given: `Settings` fills it in."""
+    """`base_url` is main's when it is not given, and so is `api_key` for main's server: `Settings` fills them in."""
 
     api_key: Secret = SecretStr("sk-placeholder")
 
@@ -309,13 +368,16 @@ class Log(_Model):
 
 
 class Timeouts(_Model):
+    """0 switches `idle_seconds` off."""
+
     connect_seconds: PositiveSeconds = 10.0
-    drain_seconds: Seconds = 5.0
+    idle_seconds: LongSeconds = 0.0
+    drain_seconds: Seconds = 30.0
 
 
 class Settings(_Model):
     listen: Listen = Listen()
-    main: Endpoint = Endpoint()
+    main: Main = Main()
     compactor: Compactor = Compactor()
     llama_cpp_slots: LlamaCppSlots = LlamaCppSlots()
     conversations: Conversations = Conversations()
@@ -326,8 +388,12 @@ class Settings(_Model):
     timeouts: Timeouts = Timeouts()
 
     @model_validator(mode="after")
-    def _compactor_url_as_main(self) -> Self:
-        if "base_url" not in self.compactor.model_fields_set:
-            compactor = self.compactor.model_copy(update={"base_url": self.main.base_url})
-            object.__setattr__(self, "compactor", compactor)  # frozen, but still under construction
+    def _compactor_as_main(self) -> Self:
+        main, compactor = self.main, self.compactor
+        if "base_url" not in compactor.model_fields_set:
+            compactor = compactor.model_copy(update={"base_url": main.base_url})
+        same = same_endpoint(main.base_url, compactor.base_url)
+        if main.api_key is not None and same and "api_key" not in compactor.model_fields_set:
+            compactor = compactor.model_copy(update={"api_key": main.api_key})
+        object.__setattr__(self, "compactor", compactor)  # frozen, but still under construction
         return self

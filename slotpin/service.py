@@ -16,6 +16,7 @@ from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer
 from slotpin.observe import log as logs
 from slotpin.pinning.decision import Unverified
+from slotpin.pinning.endpoints import socket_path
 from slotpin.pinning.reasons import explain
 from slotpin.pinning.topology import Topology
 from slotpin.proxy.app import Proxy
@@ -124,6 +125,8 @@ def greeting(url: str, upstream: str, mode: bool | str, found: Found) -> list[st
     ]
     if found.model is None:
         return lines
+    if socket := socket_path(url):
+        return [*lines, f"  any client        over the socket: curl --unix-socket {socket} http://localhost/v1/models"]
     return [
         *lines,
         f"  any client        base URL {url}/v1",

@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from slotpin.config import Listen, Settings
+from slotpin.proxy.questions import Questions, why_no_answer
+
 LOOK_SECONDS = 10.0
 # The evaluation of a prompt on a slow machine, behind the requests of others.
 ANSWER_SECONDS = 1800.0
@@ -53,33 +56,33 @@ class _Error(msgspec.Struct):
     error: _Message
 
 
-def session() -> aiohttp.ClientSession:
-    # llama-server closes idle connections after five seconds: one that is never kept can't be stale.
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),
-    )
+def own_key(listen: Listen) -> str:
+    """One that slotpin itself takes; any will do where it wants none."""
+    return listen.api_keys[0].get_secret_value() if listen.api_keys else "none"
+
+
+def key_for_requests(settings: Settings) -> str:
+    """What a request through slotpin needs: slotpin's key where it wants one, else the server's."""
+    return own_key(settings.listen) if settings.listen.api_keys else settings.compactor.api_key.get_secret_value()
 
 
 class Server:
     """`root` is its URL without `/v1`."""
 
-    def __init__(self, session: aiohttp.ClientSession, root: str, api_key: str) -> None:
+    def __init__(self, questions: Questions, root: str, api_key: str) -> None:
         self.root = root
-        self._session = session
+        self._questions = questions
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
     async def get(self, path: str) -> Reply:
         """Raises NoAnswerError."""
-        url, headers = f"{self.root}{path}", self._headers
-        return await _answer(self._session.get(url, headers=headers, allow_redirects=False), LOOK_SECONDS)
+        return await _answer(self._questions.ask("GET", self.root, path, headers=self._headers), LOOK_SECONDS)
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Reply:
         """Raises NoAnswerError."""
-        url, all_headers = f"{self.root}{path}", {**self._headers, **(headers or {})}
-        request = self._session.post(url, json=body, headers=all_headers, allow_redirects=False)
-        return await _answer(request, ANSWER_SECONDS)
+        all_headers = {**self._headers, **(headers or {})}
+        asked = self._questions.ask("POST", self.root, path, json=body, headers=all_headers)
+        return await _answer(asked, ANSWER_SECONDS)
 
 
 async def _answer(request: AbstractAsyncContextManager[aiohttp.ClientResponse], seconds: float) -> Reply:
@@ -92,20 +95,4 @@ async def _answer(request: AbstractAsyncContextManager[aiohttp.ClientResponse], 
     except TimeoutError:
         raise NoAnswerError(f"no answer within {seconds:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise NoAnswerError(_why(error)) from None
-
-
-def _why(error: Exception) -> str:
-    match error:
-        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
-            return "TLS fails; is it http:// instead of https://?"
-        case aiohttp.ClientConnectorDNSError():
-            return "there is no host of that name"
-        case aiohttp.ClientConnectorError():
-            return "nothing listens there"
-        case aiohttp.ServerDisconnectedError() | ConnectionError():
-            return "it closed the connection without an answer"
-        case aiohttp.ClientPayloadError():
-            return "it broke off its answer"
-        case _:
-            return "its answer is not HTTP"
+        raise NoAnswerError(why_no_answer(error)) from None

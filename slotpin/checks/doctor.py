@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 
-from slotpin.checks.client import NoAnswerError, Server, session
+from slotpin.checks.client import NoAnswerError, Server, own_key
 from slotpin.checks.findings import Finding, Level
 from slotpin.checks.idle_slots import Idle, Seen, provoke, without_provoking
 from slotpin.checks.look import Props, Slot, Trouble, read_models, read_props, read_slots
@@ -18,6 +17,7 @@ from slotpin.errors import UserError
 from slotpin.llama.series import is_patched
 from slotpin.pinning.endpoints import same_endpoint, server_root
 from slotpin.pinning.ids import normalise
+from slotpin.proxy.questions import Questions
 
 RECOMMENDED = "llama-server … --parallel 4 --kv-unified --no-cache-idle-slots --slots"
 NO_CLEARING = "llama-server … --no-cache-idle-slots   # or slotpin up, whose server clears only to make room"
@@ -42,7 +42,7 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
             Finding(Level.UNSAFE, "configuration", line, "slotpin config check FILE   # after mending it")
             for line in str(error).splitlines()
         ]
-    async with session() as http:
+    async with Questions() as http:
         itself = await _slotpin(http, loaded.settings)
         settings = _in_force(loaded.settings, itself.status)
         findings = [*configuration(loaded, settings), itself.finding]
@@ -69,6 +69,8 @@ def configuration(loaded: Loaded, settings: Settings) -> list[Finding]:
 
 def listen_url(listen: Listen) -> str:
     """Where a client on this machine reaches slotpin."""
+    if listen.host.startswith("unix:"):
+        return listen.host
     host = _ANY_ADDRESS.get(listen.host, listen.host)
     return f"http://[{host}]:{listen.port}" if ":" in host else f"http://{host}:{listen.port}"
 
@@ -88,9 +90,9 @@ class Status(msgspec.Struct):
     endpoints: Endpoints
 
 
-async def slotpin_status(http: aiohttp.ClientSession, url: str) -> Status | None:
+async def slotpin_status(http: Questions, listen: Listen) -> Status | None:
     """None: something else than slotpin listens there. Raises NoAnswerError when nothing does."""
-    reply = await Server(http, url, "none").get("/slotpin/status")
+    reply = await Server(http, listen_url(listen), own_key(listen)).get("/slotpin/status")
     return reply.read(Status) if reply.status == 200 else None
 
 
@@ -102,12 +104,12 @@ class _Itself:
     status: Status | None = None
 
 
-async def _slotpin(http: aiohttp.ClientSession, settings: Settings) -> _Itself:
+async def _slotpin(http: Questions, settings: Settings) -> _Itself:
     if settings.listen.port == 0:
         return _Itself(Finding(Level.NOTE, "slotpin", "listen.port is 0, any free one: it was not looked for"))
     url = listen_url(settings.listen)
     try:
-        status = await slotpin_status(http, url)
+        status = await slotpin_status(http, settings.listen)
     except NoAnswerError:
         return _Itself(Finding(Level.NOTE, "slotpin", f"is not running on {url}", "slotpin serve"))
     if status is None:
@@ -144,7 +146,7 @@ def _mode(mode: bool | str) -> str:
 # --- llama-server ---------------------------------------------------------------------------------------------------
 
 
-async def _two_servers(http: aiohttp.ClientSession, settings: Settings, compactor: Server) -> list[Finding]:
+async def _two_servers(http: Questions, settings: Settings, compactor: Server) -> list[Finding]:
     """Nothing is pinned then; each has to be there."""
     text = "main and side requests have servers of their own: nothing needs to be pinned"
     findings = [Finding(Level.OK, "pinning", text)]

@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import aiohttp
-
-from slotpin.checks.client import NoAnswerError, Server, session
+from slotpin.checks.client import NoAnswerError, Server, key_for_requests
 from slotpin.checks.conversation import ANSWER_TOKENS, SIDE, Run, Turn, write_script
 from slotpin.checks.doctor import listen_url, slotpin_status
 from slotpin.checks.look import Props, Trouble, read_models, read_props, read_slots
@@ -18,6 +16,7 @@ from slotpin.observe import log as logs
 from slotpin.pinning.endpoints import same_endpoint, server_root
 from slotpin.pinning.reasons import Reason, explain
 from slotpin.proxy.app import Proxy
+from slotpin.proxy.questions import Questions
 
 DEFAULT_TOKENS = 1000
 LEAST_TOKENS = 100
@@ -57,14 +56,14 @@ def _turn_json(turn: Turn) -> dict[str, object]:
 
 async def verify(settings: Settings, tokens: int, *, compare: bool, say: Say) -> Result:
     """Raises UserError when it can't be run."""
-    async with session() as http:
+    async with Questions() as http:
         try:
             return await _verify(http, settings, tokens, compare, say)
         except NoAnswerError as error:
             raise UserError(f"{server_root(settings.main.base_url)}: {error}; see slotpin doctor") from None
 
 
-async def _verify(http: aiohttp.ClientSession, settings: Settings, tokens: int, compare: bool, say: Say) -> Result:
+async def _verify(http: Questions, settings: Settings, tokens: int, compare: bool, say: Say) -> Result:
     if not same_endpoint(settings.main.base_url, settings.compactor.base_url):
         raise UserError("main and side requests have servers of their own: nothing is pinned, so nothing to verify")
     key = settings.compactor.api_key.get_secret_value()
@@ -74,7 +73,8 @@ async def _verify(http: aiohttp.ClientSession, settings: Settings, tokens: int, 
     model = models[0].id if models else None
     async with _entry(http, settings, say) as url:
         script = await write_script(server, tokens)
-        run = Run(Server(http, url, key), server, model, lambda line: say(f"through slotpin: {line}"))
+        entry = Server(http, url, key_for_requests(settings))
+        run = Run(entry, server, model, lambda line: say(f"through slotpin: {line}"))
         through = await run.hold(script)
     direct: list[Turn] = []
     if compare:
@@ -111,11 +111,11 @@ def _contexts(props: Props, of_slots: Sequence[int | None]) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def _entry(http: aiohttp.ClientSession, settings: Settings, say: Say) -> AsyncIterator[str]:
+async def _entry(http: Questions, settings: Settings, say: Say) -> AsyncIterator[str]:
     """The URL of a slotpin with these settings: the one that runs, else one of our own, for this run alone."""
     url = listen_url(settings.listen)
     try:
-        status = await slotpin_status(http, url) if settings.listen.port else None
+        status = await slotpin_status(http, settings.listen) if settings.listen.port else None
     except NoAnswerError:
         status = None
     # Beside a slotpin that runs there must be no second one: each would know nothing of the other's requests.
@@ -127,7 +127,7 @@ async def _entry(http: aiohttp.ClientSession, settings: Settings, say: Say) -> A
     _check_mode(settings.llama_cpp_slots.enabled, "llamaCppSlots.enabled is false")
     say("no slotpin runs in front of this server: starting one for this run")
     logs.configure("auto", "error")
-    proxy = Proxy(settings.model_copy(update={"listen": Listen(port=0)}), logs.get())
+    proxy = Proxy(settings.model_copy(update={"listen": Listen(port=0, api_keys=settings.listen.api_keys)}), logs.get())
     await proxy.start()
     try:
         yield proxy.url

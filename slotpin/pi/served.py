@@ -8,9 +8,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from slotpin.checks.client import NoAnswerError, Reply, Server, session
+from slotpin.checks.client import NoAnswerError, Reply, Server
 from slotpin.checks.look import Models
 from slotpin.errors import UserError
+from slotpin.proxy.questions import Questions
 
 Shape = TypeVar("Shape")
 
@@ -49,7 +50,7 @@ class _Props(msgspec.Struct):
 
 async def look(url: str, api_key: str, *, pi_has_key: bool) -> Found:
     """Ask the slotpin at `url`. Raises UserError, also where the server wants a key and Pi has none."""
-    async with session() as http:
+    async with Questions() as http:
         server = Server(http, url, api_key)
         try:
             await _is_slotpin(server)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import time
 
 from slotpin.config import Settings
-from slotpin.errors import UserError
 from slotpin.observe.log import Log
 from slotpin.observe.status import status
 from slotpin.pinning.conversations import session_ids
+from slotpin.proxy.bind import Bound, bind
 from slotpin.proxy.exchange import Exchange
+from slotpin.proxy.guard import Guard
 from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.listener import ClientConnection, Incoming
 from slotpin.proxy.replies import Reply, error
 from slotpin.proxy.state import State
 
 OWN_PREFIX = b"/slotpin"
+HEALTH = b"/slotpin/health"  # for whoever watches over slotpin, so without a key
 
 
 class Proxy:
@@ -27,35 +28,47 @@ class Proxy:
     def __init__(self, settings: Settings, log: Log) -> None:
         self.state = State(settings, log, time.monotonic)
         self._connections: set[ClientConnection] = set()
-        self._server: asyncio.Server | None = None
+        self._bound: Bound | None = None
+        # Where it listens takes effect at the start; the rest of `listen` with each new settings.
+        self._at_start = settings.listen
+        self._guarding = self.state.running
+        self._guard = self._new_guard()
 
     async def start(self) -> None:
         """Listen; raises UserError when that can't be done."""
-        listen = self.state.running.settings.listen
-        try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: ClientConnection(self._handle, self._connections), listen.host, listen.port, backlog=1024
-            )
-        except (OSError, OverflowError) as problem:
-            raise UserError(_cannot_listen(listen.host, listen.port, problem)) from None
+        self._bound = await bind(
+            self._at_start.host, self._at_start.port, lambda: ClientConnection(self._handle, self._connections)
+        )
 
     @property
     def url(self) -> str:
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        """`http://host:port`, or `unix:/path`."""
+        assert self._bound is not None
+        return self._bound.url
 
     async def stop(self) -> None:
         """Take no new request, give those under way `timeouts.drainSeconds`, then break off what is left."""
-        if self._server is not None:
-            self._server.close()
+        if self._bound is not None:
+            self._bound.close()
         for connection in list(self._connections):
             connection.drain()
         if under_way := [connection.closed for connection in self._connections]:
-            await asyncio.wait(under_way, timeout=self.state.running.settings.timeouts.drain_seconds)
-        for connection in list(self._connections):
-            connection.abort()
+            seconds = self.state.running.settings.timeouts.drain_seconds
+            answers = sum(connection.is_answering for connection in self._connections)
+            if answers and seconds:
+                self.state.log.info("waiting_for_answers", answers=answers, seconds=seconds)
+            await asyncio.wait(under_way, timeout=seconds)
+        if left := list(self._connections):
+            await asyncio.gather(*(connection.cut_off() for connection in left))
         await self.state.close()
+
+    def _new_guard(self) -> Guard:
+        return Guard(self.state.running.settings.listen, is_local=self._at_start.is_local)
+
+    def _refusal(self, head: RequestHead) -> Reply | None:
+        if self._guarding is not self.state.running:
+            self._guarding, self._guard = self.state.running, self._new_guard()
+        return self._guard.refusal(head)
 
     def _own_route(self, head: RequestHead, path: bytes) -> Reply:
         """Everything under `/slotpin/`; no other path is slotpin's."""
@@ -64,7 +77,7 @@ class Proxy:
             ids = session_ids(head.get, None, self.state.running.session_headers)
             return _json({"forgotten": self.state.forget(ids)})
         if method in ("GET", "HEAD"):
-            if path == b"/slotpin/health":
+            if path == HEALTH:
                 return _json({"status": "ok"})
             if path == b"/slotpin/status":
                 return _json(status(self.state))
@@ -74,7 +87,9 @@ class Proxy:
     async def _handle(self, incoming: Incoming) -> None:
         path = incoming.head.target.partition(b"?")[0]
         try:
-            if path == OWN_PREFIX or path.startswith(OWN_PREFIX + b"/"):
+            if path != HEALTH and (refusal := self._refusal(incoming.head)):
+                incoming.reply(refusal)
+            elif path == OWN_PREFIX or path.startswith(OWN_PREFIX + b"/"):
                 await incoming.body.read()
                 incoming.reply(self._own_route(incoming.head, path))
             else:
@@ -89,14 +104,3 @@ class Proxy:
 
 def _json(value: object) -> Reply:
     return Reply(200, json.dumps(value).encode(), ((b"Content-Type", b"application/json"),))
-
-
-def _cannot_listen(host: str, port: int, problem: Exception) -> str:
-    code = problem.errno if isinstance(problem, OSError) else None
-    if code == errno.EADDRINUSE:
-        return f"cannot listen on {host}:{port}: the port is in use; choose another with --port or listen.port"
-    if code == errno.EACCES:
-        return f"cannot listen on {host}:{port}: that needs more rights; choose a port above 1023"
-    if code == errno.EADDRNOTAVAIL:
-        return f"cannot listen on {host}:{port}: this machine has no such address; see listen.host"
-    return f"cannot listen on {host}:{port}: {problem}; see listen.host and listen.port"

@@ -10,6 +10,7 @@ import msgspec
 
 from slotpin.pinning.decision import Probed
 from slotpin.proxy.probe import PROBE_SECONDS, Probe, Target
+from slotpin.proxy.questions import Questions
 
 
 class _Model(msgspec.Struct):
@@ -37,8 +38,8 @@ async def _model(target: Target) -> str | None:
     try:
         async with (
             asyncio.timeout(PROBE_SECONDS),
-            aiohttp.ClientSession(headers=headers) as session,
-            session.get(f"{target.root_url}/v1/models") as answer,
+            Questions() as questions,
+            questions.ask("GET", target.root_url, "/v1/models", headers=headers) as answer,
         ):
             models = msgspec.json.decode(await answer.read(), type=_Models).data
     except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):

@@ -23,7 +23,7 @@ from slotpin.proxy.replies import Reply, error, refusal
 from slotpin.proxy.state import State
 from slotpin.proxy.upstream import Address
 
-Outcome = Forwarded | Literal["client_left", "refused", "failed"]
+Outcome = Forwarded | Literal["client_left", "cut_off", "refused", "failed"]
 T = TypeVar("T")
 # An SSE comment: clients pass over it (WHATWG HTML section 9.2.6).
 _KEEP_ALIVE = b": slotpin waits for the slot\n\n"
@@ -60,7 +60,8 @@ class Exchange:
             outcome = await self._carry_out(plan, ledger, route, answer)
         except asyncio.CancelledError:
             # A client that has its whole message needs not wait for the last bytes.
-            outcome = "completed" if answer.message_ended else "client_left"
+            left: Outcome = "cut_off" if self._incoming.cut_off else "client_left"
+            outcome = "completed" if answer.message_ended else left
             raise
         finally:
             ledger.status = answer.status or None
@@ -159,8 +160,11 @@ class Exchange:
         return running.compactor if role is Role.COMPACTOR and not running.pin.same_endpoint else running.main
 
     def _authorization(self, role: Role, *, by_path: bool) -> bytes | None:
-        """The compactor's own key, where slotpin and not the path chose its endpoint: main's key stays at home."""
-        if self._address(role) != self._running.main and not by_path:
+        """What takes the place of the client's credentials: on an endpoint of its own the compactor's key, unless the
+        path chose it for a client that may have a key for it. Main's key stays at home."""
+        if self._address(role) == self._running.main:
+            return self._running.main_authorization
+        if not by_path or self._running.settings.listen.api_keys:
             return b"Bearer " + self._running.probe_target.api_key.encode()
         return None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Literal
 
 from slotpin.proxy.answer import Answer
-from slotpin.proxy.headers import upstream_head
+from slotpin.proxy.headers import RequestHead, upstream_head, via, with_forwarded
 from slotpin.proxy.listener import Incoming
 from slotpin.proxy.replies import error
 from slotpin.proxy.state import Running, State
@@ -34,7 +35,7 @@ class Forward:
         length = incoming.head.content_length if body is None else len(body)
         if target != b"*":
             target = address.root.encode() + target
-        head = upstream_head(incoming.head, target, address.host_header, length, authorization)
+        head = upstream_head(self._head(answer), target, address.host_header, length, authorization)
         pool = self._state.pool(address)
         connection: UpstreamConnection | None = None
         try:
@@ -71,6 +72,16 @@ class Forward:
             return "upstream_refused"
         return "completed" if answer.message_ended else "upstream_broke"
 
+    def _head(self, answer: Answer) -> RequestHead:
+        """The client's, with what slotpin adds to it; the answer gets its part as well."""
+        head, listen = self._incoming.head, self._running.settings.listen
+        if listen.forwarded_headers:
+            head = with_forwarded(head, self._incoming.peer)
+        if listen.via:
+            head = replace(head, headers=[*head.headers, via(head.http10)])
+            answer.own_headers = [*answer.own_headers, via(http10=False)]
+        return head
+
     async def _transfer(
         self, connection: UpstreamConnection, head: bytes, body: bytes | None, answer: Answer, *, sized: bool
     ) -> None:
@@ -78,10 +89,12 @@ class Forward:
         self._incoming.flow.on_change = connection.throttle
         connection.start(self._incoming.head.method, head, body or b"", answer)
         self.reached = True
+        idle_seconds = self._running.settings.timeouts.idle_seconds
         if body is not None:
+            connection.limit_silence(idle_seconds)
             await answer.wait()
             return
-        upload = asyncio.create_task(self._upload(connection, sized))
+        upload = asyncio.create_task(self._upload(connection, sized, idle_seconds))
         try:
             await answer.wait()
         finally:
@@ -89,9 +102,10 @@ class Forward:
                 upload.cancel()
                 connection.abort()  # the answer came early: half a request is left on this connection
 
-    async def _upload(self, connection: UpstreamConnection, sized: bool) -> None:
+    async def _upload(self, connection: UpstreamConnection, sized: bool, idle_seconds: float) -> None:
         async for piece in self._incoming.body.pieces():
             connection.write(piece if sized else b"%x\r\n%b\r\n" % (len(piece), piece))
             await connection.flow.drain()
         if not sized:
             connection.write(b"0\r\n\r\n")
+        connection.limit_silence(idle_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Header = tuple[bytes, bytes]
 Headers = list[Header]
@@ -37,6 +37,7 @@ class RequestHead:
     headers: Headers
     http10: bool
     keep_alive: bool
+    host: bytes = b""
 
     def get(self, name: bytes) -> bytes | None:
         """First value of a header; `name` in lower case."""
@@ -62,7 +63,7 @@ def upstream_head(
 ) -> bytes:
     """The request head for the server. `body_length` None means that the body follows in chunks.
 
-    `authorization` replaces the client's own credentials.
+    `authorization` replaces the client's own credentials; empty, it takes them away.
     """
     lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (head.method.encode(), target, host)]
     for name, value in end_to_end(head.headers):
@@ -72,13 +73,52 @@ def upstream_head(
         if authorization is not None and lowered in (b"authorization", b"x-api-key"):
             continue
         lines.append(name + b": " + value)
-    if authorization is not None:
+    if authorization:
         lines.append(b"Authorization: " + authorization)
     if body_length is None:
         lines.append(b"Transfer-Encoding: chunked")
     elif body_length or head.method not in ("GET", "HEAD", "OPTIONS", "DELETE"):
         lines.append(b"Content-Length: %d" % body_length)
     return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def with_forwarded(head: RequestHead, peer: str) -> RequestHead:
+    """The head with who asked, and for which host: the de-facto X-Forwarded-* headers. `peer` is the client's address.
+
+    What a proxy before slotpin has said is kept.
+    """
+    sent = {name.lower() for name, _ in head.headers}
+    route = [value for name, value in head.headers if name.lower() == b"x-forwarded-for"]
+    headers = [header for header in head.headers if header[0].lower() != b"x-forwarded-for"]
+    if route or peer:
+        headers.append((b"X-Forwarded-For", b", ".join([*route, peer.encode()] if peer else route)))
+    for name, value in ((b"X-Forwarded-Host", head.host), (b"X-Forwarded-Proto", b"http")):
+        if value and name.lower() not in sent:
+            headers.append((name, value))
+    return replace(head, headers=headers)
+
+
+def via(http10: bool) -> Header:
+    """RFC 9110 section 7.6.3: the version is the one that the message came in."""
+    return b"Via", b"1.0 slotpin" if http10 else b"1.1 slotpin"
+
+
+def check_request(headers: Headers, http10: bool) -> tuple[bytes, bool]:
+    """The host, and whether the client waits for `100 Continue`. Raises ValueError for a head that another server could
+    read in another way: RFC 9112 sections 3.2 (one Host) and 6.1 (no coding but chunked, and that not in HTTP/1.0)."""
+    hosts: list[bytes] = []
+    expects = False
+    for name, value in headers:
+        match name.lower():
+            case b"host":
+                hosts.append(value.strip())
+            case b"expect":
+                expects = not http10 and value.strip().lower() == b"100-continue"
+            case b"transfer-encoding" if http10 or value.strip().lower() != b"chunked":
+                raise ValueError("this Transfer-Encoding is not served")
+    if len(hosts) > 1 or not (hosts or http10):
+        raise ValueError("there has to be one Host header")
+    return hosts[0] if hosts else b"", expects
 
 
 def response_head(status: int, reason: bytes, headers: Iterable[Header]) -> bytes:

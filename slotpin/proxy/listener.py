@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import httptools
 
 from slotpin.proxy.flow import FlowControl
-from slotpin.proxy.headers import Headers, RequestHead, response_head
+from slotpin.proxy.headers import Headers, RequestHead, check_request, response_head
 from slotpin.proxy.replies import Reply, error
 
-# A head larger than this is refused; llama-server takes 100 header lines of 8 KiB, of which real clients use few.
-MAX_HEAD_BYTES = 256 * 1024
+# A head larger than this is refused; llama-server takes 100 header lines of 8 KiB and a target of 8 KiB.
+MAX_HEAD_BYTES = 1024 * 1024
 # A body that is streamed through is read no further than this ahead of the server.
 BODY_HIGH_WATER = 256 * 1024
 # Bytes of later requests that a client may send ahead while one is being answered.
@@ -125,6 +125,16 @@ class Incoming:
     def flow(self) -> FlowControl:
         return self._connection.flow
 
+    @property
+    def peer(self) -> str:
+        """The client's address; empty on a unix socket."""
+        return self._connection.peer
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether slotpin's own stop broke the connection off, and not the client."""
+        return self._connection.was_cut_off
+
     def start(self, status: int, phrase: bytes, headers: Headers, length: int | None, has_body: bool = True) -> None:
         """Write the answer's head. `headers` are end-to-end ones; `length` None: the body's end is not known yet.
 
@@ -196,6 +206,7 @@ class ClientConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self.flow: FlowControl
         self.draining = False
+        self.was_cut_off = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
         # The request that is being answered, and those that the client sent ahead.
         self._current: Incoming | None = None
@@ -217,6 +228,25 @@ class ClientConnection(asyncio.Protocol):
         self.draining = True
         if self._current is None:
             self._transport.close()
+
+    @property
+    def is_answering(self) -> bool:
+        return self._current is not None
+
+    @property
+    def peer(self) -> str:
+        address = self._transport.get_extra_info("peername")
+        return address[0] if isinstance(address, tuple) else ""
+
+    async def cut_off(self) -> None:
+        """End it now, whatever is under way, and wait until that has taken notice."""
+        self.was_cut_off = True
+        if (current := self._current) is not None:
+            current.abort()
+        self._transport.abort()
+        await self.closed
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
@@ -279,7 +309,9 @@ class ClientConnection(asyncio.Protocol):
             except httptools.HttpParserUpgrade as upgrade:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
             except httptools.HttpParserError as problem:
-                self._refuse(error(400, "bad_request", f"the request is not HTTP/1.1: {problem}"))
+                # What our own callbacks found wrong stands behind the parser's complaint of them.
+                why = problem.__context__ or problem
+                self._refuse(error(400, "bad_request", f"the request is not HTTP/1.1: {why}"))
                 return
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(error(431, "head_too_large", f"the request head is larger than {MAX_HEAD_BYTES} bytes"))
@@ -322,14 +354,15 @@ class ClientConnection(asyncio.Protocol):
             self._upgrading = True  # the parser takes what follows for another protocol, even a body
             return
         http10 = version == "1.0"
+        host, expects = check_request(self._headers, http10)
         head = RequestHead(
             self._parser.get_method().decode("ascii"),
             _origin_form(self._target),
             self._headers,
             http10,
             self._parser.should_keep_alive(),
+            host,
         )
-        expects = not http10 and (head.get(b"expect") or b"").lower() == b"100-continue"
         self._body = RequestBody(self._transport, expects, self.hold)
         incoming = Incoming(self, head, self._body)
         if self._current is None:
@@ -382,12 +415,15 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, reply: Reply) -> None:
         """Answer a request that can't be read; nothing after it can be read either."""
-        if self._current is None and not self._transport.is_closing():
-            headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
-            self._transport.write(response_head(reply.status, reply.phrase, headers) + reply.body)
-            self._transport.close()
-        else:
+        current = self._current
+        if self._transport.is_closing() or (current is not None and (current.started or current.body.complete)):
             self._transport.abort()
+            return
+        if self._task is not None:
+            self._task.cancel()  # it has begun with a body that turned out to be none
+        headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
+        self._transport.write(response_head(reply.status, reply.phrase, headers) + reply.body)
+        self._transport.close()
 
     def _set_timer(self, seconds: float) -> None:
         self._clear_timer()

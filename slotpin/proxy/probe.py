@@ -15,6 +15,7 @@ from cachetools import LRUCache, TTLCache
 from slotpin.pinning.decision import Probed, Unverified
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.topology import Topology, TopologyError, parse_topology
+from slotpin.proxy.questions import Questions, why_no_answer
 
 PROBE_SECONDS = 2.0
 CACHE_SECONDS = 5.0
@@ -51,7 +52,7 @@ class Probe:
     def __init__(self, clock: Callable[[], float], seconds: float = PROBE_SECONDS) -> None:
         self._clock = clock
         self._seconds = seconds
-        self._session: aiohttp.ClientSession | None = None
+        self._questions = Questions()
         self._verified: TTLCache[Target, tuple[Topology, float]] = TTLCache(64, CACHE_SECONDS, timer=clock)
         self._latest: LRUCache[Target, tuple[Topology, float]] = LRUCache(64)
         self._builds: LRUCache[Target, str] = LRUCache(64)
@@ -116,8 +117,7 @@ class Probe:
     async def close(self) -> None:
         for task in list(self._running.values()):
             task.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await self._questions.close()
 
     async def _ask(self, target: Target) -> Probed:
         self.asked += 1
@@ -179,14 +179,8 @@ class Probe:
         return await self._fetch(target, f"/upstream/{quote(target.model)}{path}")
 
     async def _fetch(self, target: Target, path: str, params: Mapping[str, str] | None = None) -> tuple[int, bytes]:
-        if self._session is None:
-            # A connection of its own each time: probes are seldom, and a stale one would cost a false failure.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True), cookie_jar=aiohttp.DummyCookieJar()
-            )
         headers = {"Authorization": f"Bearer {target.api_key}"}
-        url = f"{target.root_url}{path}"
-        async with self._session.get(url, params=params, headers=headers, allow_redirects=False) as answer:
+        async with self._questions.ask("GET", target.root_url, path, params=params, headers=headers) as answer:
             body = b""
             while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
                 body += more
@@ -218,5 +212,5 @@ _STATUS = {
 
 def _unreachable(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return "nothing listens there" if error.os_error.errno else "it can't be reached"
+        return why_no_answer(error)
     return "it broke off the answer to /slots"

@@ -19,6 +19,8 @@ RETRY_AFTER_SECONDS = 2
 _PHRASES = {
     200: b"OK",
     400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
     404: b"Not Found",
     405: b"Method Not Allowed",
     409: b"Conflict",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
 from slotpin.config import Settings, pin_relevant
 from slotpin.observe.history import History
 from slotpin.observe.log import Log
@@ -14,7 +16,7 @@ from slotpin.observe.warnings import Warner
 from slotpin.pinning.bindings import Bindings
 from slotpin.pinning.conversations import Conversations, SessionId
 from slotpin.pinning.decision import PinSettings
-from slotpin.pinning.endpoints import normalised, same_endpoint, server_root
+from slotpin.pinning.endpoints import normalised, same_endpoint, server_root, socket_path
 from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Role
 from slotpin.proxy.probe import Probe, Target
 from slotpin.proxy.server import Server
@@ -33,6 +35,7 @@ class Running:
     probe_target: Target
     session_headers: tuple[str, ...]
     session_fields: tuple[str, ...]
+    main_authorization: bytes | None  # in place of the client's; empty: none goes to the server
 
     @property
     def retry_seconds(self) -> float:
@@ -59,6 +62,7 @@ class Running:
             probe_target=Target(server_root(compactor), settings.compactor.api_key.get_secret_value()),
             session_headers=settings.conversations.session_headers,
             session_fields=settings.conversations.session_fields,
+            main_authorization=_main_authorization(settings),
         )
 
 
@@ -148,7 +152,23 @@ def _recognisers(settings: Settings) -> tuple[Recogniser, ...]:
     return own + tuple(rule for rule in BUILTIN if rule.name in switched_on)
 
 
+def _main_authorization(settings: Settings) -> bytes | None:
+    if (key := settings.main.api_key) is not None:
+        return _bearer(key)
+    if not settings.listen.api_keys:
+        return None
+    # What clients send is slotpin's alone.
+    one_server = same_endpoint(settings.main.base_url, settings.compactor.base_url)
+    return _bearer(settings.compactor.api_key) if one_server else b""
+
+
+def _bearer(key: SecretStr) -> bytes:
+    return b"Bearer " + key.get_secret_value().encode()
+
+
 def _address(base_url: str) -> Address:
+    if socket := socket_path(base_url):
+        return Address("unix", socket, 0, "")
     parts = urlsplit(server_root(base_url))
     default = 443 if parts.scheme == "https" else 80
     return Address(parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or default, parts.path)

@@ -38,7 +38,10 @@ class StaleConnectionError(UpstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. `root` is the path in front of its own routes, without a trailing slash."""
+    """Where a server listens. `root` is the path in front of its own routes, without a trailing slash.
+
+    The `host` of the scheme "unix" is the socket's path.
+    """
 
     scheme: str
     host: str
@@ -47,13 +50,25 @@ class Address:
 
     @property
     def host_header(self) -> bytes:
+        if self.scheme == "unix":
+            return b"localhost"
         host = f"[{self.host}]" if ":" in self.host else self.host
         default = 443 if self.scheme == "https" else 80
         return (host if self.port == default else f"{host}:{self.port}").encode()
 
     @property
     def url(self) -> str:
+        if self.scheme == "unix":
+            return f"unix:{self.host}"
         return f"{self.scheme}://{self.host_header.decode()}{self.root}"
+
+
+def tls_problem(error: Exception) -> str:
+    """What is wrong with a server's certificate, or with its TLS, in a line for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message}); SSL_CERT_FILE can name a file with its CA"
+    reason = getattr(error, "reason", None) or str(error)
+    return f"TLS fails ({reason}); is it http:// instead of https://?"
 
 
 class Sink(Protocol):
@@ -86,7 +101,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._sent_at = 0.0
         self._phrase = b""
         self._headers: Headers = []
-        self._got_bytes = False
+        self._heard_at = 0.0  # 0: not yet
+        self._due_since = 0.0
         self._until_close = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,7 +117,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._method = method
         self._sent_at = self._loop.time()
         self._phrase, self._headers = b"", []
-        self._got_bytes = self._until_close = False
+        self._heard_at = 0.0
+        self._until_close = False
         self._parser = httptools.HttpResponseParser(self)
         if len(body) <= JOINED_BYTES:
             self._transport.write(head + body)
@@ -111,6 +128,24 @@ class UpstreamConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
+
+    def limit_silence(self, seconds: float) -> None:
+        """The request is sent: from now on the answer breaks when nothing of it comes for so long. 0: for ever."""
+        if seconds and self._sink is not None:
+            self._due_since = self._loop.time()
+            self._loop.call_later(seconds, self._look_for_silence, self.requests, seconds)
+
+    def _look_for_silence(self, request: int, seconds: float) -> None:
+        if self._sink is None or self.requests != request:
+            return
+        now = self._loop.time()
+        if not self._transport.is_reading():
+            self._due_since = now  # it is the client that takes nothing
+        left = max(self._heard_at, self._due_since) + seconds - now
+        if left <= 0:
+            self._break(UpstreamError(f"nothing came for {seconds:g} s (timeouts.idleSeconds)"))
+        else:
+            self._loop.call_later(left, self._look_for_silence, request, seconds)
 
     def throttle(self, paused: bool) -> None:
         """Stop or go on reading the answer: the client takes it more slowly than the server sends it."""
@@ -138,7 +173,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._sink is None:
             self._transport.abort()  # bytes that nobody asked for: the connection can't be trusted any more
             return
-        self._got_bytes = True
+        self._heard_at = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -156,7 +191,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_lost(self)
         if self._sink is None:
             return
-        stale = self.requests > 1 and not self._got_bytes and self._loop.time() - self._sent_at < STALE_SECONDS
+        stale = self.requests > 1 and not self._heard_at and self._loop.time() - self._sent_at < STALE_SECONDS
         kind = StaleConnectionError if stale else UpstreamError
         self._break(kind("it closed the connection before the answer was complete"))
 
@@ -262,16 +297,13 @@ class UpstreamPool:
         self._idle.clear()
 
     async def _connect(self) -> UpstreamConnection:
-        address = self.address
         try:
             async with asyncio.timeout(self.connect_seconds):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: UpstreamConnection(self._lost), address.host, address.port, ssl=self._ssl
-                )
+                connection = await self._open()
         except TimeoutError:
             raise UpstreamError(f"no answer within {self.connect_seconds:g} s") from None
         except ssl.SSLError as error:
-            raise UpstreamError(f"TLS: {error.reason or error}") from None
+            raise UpstreamError(tls_problem(error)) from None
         except OSError as error:
             if _is_refused(error):
                 raise NotRunningError("nothing listens there") from None
@@ -279,6 +311,16 @@ class UpstreamPool:
             number = error.errno or 0
             raise UpstreamError(os.strerror(number) if number > 0 else error.strerror or str(error)) from None
         self._all.add(connection)
+        return connection
+
+    async def _open(self) -> UpstreamConnection:
+        loop, address = asyncio.get_running_loop(), self.address
+        if address.scheme == "unix":
+            _, connection = await loop.create_unix_connection(lambda: UpstreamConnection(self._lost), address.host)
+        else:
+            _, connection = await loop.create_connection(
+                lambda: UpstreamConnection(self._lost), address.host, address.port, ssl=self._ssl
+            )
         return connection
 
     def _lost(self, connection: UpstreamConnection) -> None:

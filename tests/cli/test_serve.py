@@ -126,7 +126,7 @@ def arguments(upstream: str) -> tuple[str, ...]:
 def held_request(url: str, server: socket.socket) -> tuple[socket.socket, socket.socket]:
     """A request that has arrived at `server` and waits for its answer: both ends. Looks of slotpin's own go by."""
     client = socket.create_connection(("127.0.0.1", urlsplit(url).port or 80), timeout=30)
-    client.sendall(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+    client.sendall(b"GET /held HTTP/1.1\r\nHost: localhost\r\n\r\n")
     while True:
         behind, _ = server.accept()
         behind.settimeout(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,10 +92,13 @@ BAD_FILES: dict[str, tuple[str | bytes, list[str]]] = {
         '{"mainIdSlot": 1}',
         [": $.mainIdSlot: unknown key; did you mean $.llamaCppSlots.mainIdSlot?"],
     ),
-    "unlike any key": ('{"listen": {"tls": true}}', [": $.listen.tls: unknown key; known here: host, port"]),
+    "unlike any key": (
+        '{"listen": {"tls": true}}',
+        [": $.listen.tls: unknown key; known here: host, port, apiKeys, allowedHosts, forwardedHeaders, via"],
+    ),
     "odd key": (
-        '{"listen": {"a\\nb\\"": 1}}',
-        [': $.listen["a\\u000ab\\""]: unknown key; known here: host, port'],
+        '{"gate": {"a\\nb\\"": 1}}',
+        [': $.gate["a\\u000ab\\""]: unknown key; known here: waitSeconds, keepAliveSeconds'],
     ),
     "unknown recogniser": (
         '{"recognisers": {"builtin": {"pi_summary": true}}}',
@@ -248,7 +252,7 @@ def test_a_bad_file_gives_one_line_for_each_problem(content: str | bytes, lines:
     assert "sk-secret" not in str(caught.value)
 
 
-_URL_HINT = "use an http:// or https:// URL with a host, such as http://127.0.0.1:8080/v1"
+_URL_HINT = "use an http:// or https:// URL with a host, such as http://127.0.0.1:8080/v1, or unix:/path"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +264,6 @@ _URL_HINT = "use an http:// or https:// URL with a host, such as http://127.0.0.
         "http:/h",
         "//h/v1",
         "ftp://h/v1",
-        "unix:///run/llama.sock",
         "http://h:0/v1",
         "http://h:65536",
         "http://h:",
@@ -292,6 +295,30 @@ def test_the_part_of_a_url_that_may_be_secret_is_not_shown(url: str) -> None:
         "command line: $.compactor.baseUrl: a URL with a user name, a query or a fragment is not allowed; "
         "leave that part out"
     ]
+
+
+@pytest.mark.parametrize("place", ["unix:", "unix:run/x", "unix:/", "unix:/run/", "unix:/a\n", "UNIX:x"])
+@pytest.mark.parametrize("key", ["listen.host", "main.baseUrl"])
+def test_what_is_no_socket(key: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=r"names no socket; use unix: and an absolute path"):
+        load(None, {}, {key: place})
+
+
+@pytest.mark.parametrize("name", ["", "a b", "host:80", "http://h", "*.lan", "..lan", "\u00fc.lan"])
+def test_what_is_no_name_to_allow(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"\$\.listen\.allowedHosts: .* in the array is not a host name; use names"):
+        load(None, {}, {"listen.allowedHosts": json.dumps([name])})
+
+
+@pytest.mark.parametrize(
+    "keys", ["sk-1", '"sk-1"', "[7]", '["sk-1 "]', '["sk-1\\n"]', '[""]', "{}", '["sk-1", null]', '["sk-1']
+)
+def test_a_wrong_key_for_clients_is_not_shown(keys: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"SLOTPIN_LISTEN_API_KEYS": keys}, {})
+    (line,) = caught.value.lines
+    assert line.startswith("SLOTPIN_LISTEN_API_KEYS:")
+    assert "sk-1" not in line
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1:80", "[::1]", "http://h", "a b", "h\n", "-h", "a..b", ":::"])

@@ -12,9 +12,9 @@ from slotpin.config import (
     KEYS,
     Compactor,
     ConfigError,
-    Endpoint,
     LlamaCppSlots,
     Loaded,
+    Main,
     Settings,
     as_json,
     changed,
@@ -93,7 +93,7 @@ def test_no_file_and_nothing_set_gives_the_defaults() -> None:
     assert settings.recognisers.builtin.enabled() == set(BUILTIN_NAMES)
     assert settings.recognisers.custom == ()
     assert (settings.log.format, settings.log.level) == ("auto", "info")
-    assert (settings.timeouts.connect_seconds, settings.timeouts.drain_seconds) == (10, 5)
+    assert (settings.timeouts.connect_seconds, settings.timeouts.drain_seconds) == (10, 30)
 
 
 def test_an_empty_object_is_the_defaults_too(tmp_path: Path) -> None:
@@ -185,13 +185,14 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
         "http://127.0.0.1:8080/v1",
         "http://[::1]:8080/a/b%20c/v1",
         "http://h.",
+        "unix:/run/llama.sock",
     ],
 )
 def test_what_is_a_base_url(url: str) -> None:
     assert load(None, {}, {"main.baseUrl": url}).settings.main.base_url == url
 
 
-@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::", "::1", "my-box.local", "under_score"])
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::", "::1", "my-box.local", "under_score", "unix:/a b.sock"])
 def test_what_is_a_host_to_listen_on(host: str) -> None:
     assert load(None, {}, {"listen.host": host}).settings.listen.host == host
 
@@ -209,11 +210,52 @@ class TestCompactorUrl:
         assert (own.main.base_url, own.compactor.base_url) == ("http://a", "http://c")
 
     def test_in_python(self) -> None:
-        main = Endpoint(base_url="http://a")
+        main = Main(base_url="http://a")
         assert Settings(main=main).compactor.base_url == "http://a"
         assert Settings(main=main, compactor=Compactor(api_key=SecretStr("k"))).compactor.base_url == "http://a"
         assert Settings(main=main, compactor=Compactor(base_url="http://b")).compactor.base_url == "http://b"
         assert Settings().compactor.base_url == "http://127.0.0.1:8080/v1"  # the shared default is untouched
+
+
+class TestCompactorKey:
+    """Main's, where both are one server and it has none of its own."""
+
+    def test_one_server(self) -> None:
+        loaded = load(None, {"SLOTPIN_MAIN_API_KEY": "123"}, {})
+        assert loaded.settings.main.api_key == loaded.settings.compactor.api_key == SecretStr("123")
+        assert any(line.endswith("(default: main.apiKey)") for line in describe(loaded))
+        own = load(None, {}, {"main.apiKey": "a", "compactor.apiKey": "b"}).settings
+        assert own.compactor.api_key == SecretStr("b")
+
+    def test_another_server_never_gets_it(self) -> None:
+        other = load(None, {}, {"main.apiKey": "a", "compactor.baseUrl": "http://other"}).settings
+        assert other.compactor.api_key == SecretStr("sk-placeholder")
+
+
+def test_both_spellings_of_a_unix_socket_are_one() -> None:
+    settings = load(None, {}, {"listen.host": "unix:///run/s", "main.baseUrl": "UNIX:///run/l"}).settings
+    assert (settings.listen.host, settings.main.base_url) == ("unix:/run/s", "unix:/run/l")
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("slotpin.localhost", True),
+        ("unix:/run/s", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.1.2", False),
+        ("box.lan", False),
+    ],
+)
+def test_what_others_can_reach_without_a_key_is_noted(host: str, local: bool) -> None:
+    notes = load(None, {}, {"listen.host": host}).notes
+    assert [f"listen.host is {host} and listen.apiKeys is empty" in note for note in notes] == [True] * (not local)
+    assert load(None, {}, {"listen.host": host, "listen.apiKeys": '["k"]'}).notes == ()
 
 
 class TestReasoningZip:
@@ -268,6 +310,8 @@ def test_each_key_has_its_own_variable() -> None:
 
 def secretive(tmp_path: Path) -> Loaded:
     tree = {
+        "listen": {"apiKeys": ["sk-secret-3", "sk-secret-4"]},
+        "main": {"apiKey": "sk-secret-5"},
         "compactor": {"apiKey": "sk-secret-1"},
         "recognisers": {"custom": [{"name": "a", "apiKey": "sk-secret-2", "system": "é"}]},
     }
@@ -282,6 +326,8 @@ def test_describe(tmp_path: Path) -> None:
     assert {
         "listen.port = 0 (flag)",
         'log.level = "debug" (env SLOTPIN_LOG_LEVEL)',
+        'listen.apiKeys = ["********", "********"] (file)',
+        'main.apiKey = "********" (file)',
         'compactor.apiKey = "********" (file)',
         'compactor.baseUrl = "http://127.0.0.1:8080/v1" (default: main.baseUrl)',
         "timeouts.connectSeconds = 10 (default)",
@@ -308,7 +354,7 @@ def test_as_json_is_json(tmp_path: Path) -> None:
     loaded = secretive(tmp_path)
     view = json.loads(json.dumps(as_json(loaded)))
     assert view["file"] == str(loaded.path)
-    assert view["settings"]["listen"] == {"host": "127.0.0.1", "port": 0}
+    assert view["settings"]["listen"]["port"] == 0
     assert view["settings"]["recognisers"]["builtin"]["pi-summary"] is True
     assert view["origins"] == dict(loaded.origins)
     assert view["notes"] == []
@@ -323,6 +369,7 @@ def test_as_json_is_json(tmp_path: Path) -> None:
         ({"main.baseUrl": "http://h"}, True),
         ({"compactor.baseUrl": "http://h"}, True),
         ({"compactor.apiKey": "k"}, True),
+        ({"listen.apiKeys": '["k"]'}, False),
         ({"listen.port": "1"}, False),
         ({"log.level": "debug"}, False),
         ({"timeouts.drainSeconds": "1"}, False),

@@ -109,7 +109,12 @@ seconds = st.integers(1, 3600) | st.floats(0.001, 3600)
 VALID: dict[str, st.SearchStrategy[object]] = {
     "listen.host": st.sampled_from(["localhost", "::", "0.0.0.0"]),
     "listen.port": st.integers(0, 65535),
+    "listen.apiKeys": st.lists(visible, max_size=3),
+    "listen.allowedHosts": st.lists(st.sampled_from(["*", ".lan", "box.lan"]), max_size=3).map(tuple),
+    "listen.forwardedHeaders": st.booleans(),
+    "listen.via": st.booleans(),
     "main.baseUrl": urls,
+    "main.apiKey": visible,
     "compactor.baseUrl": urls,
     "compactor.apiKey": visible,
     "llamaCppSlots.enabled": st.sampled_from([False, "auto", True]),
@@ -127,6 +132,7 @@ VALID: dict[str, st.SearchStrategy[object]] = {
     "log.format": st.sampled_from(["auto", "console", "json"]),
     "log.level": st.sampled_from(["debug", "info", "warning", "error"]),
     "timeouts.connectSeconds": seconds,
+    "timeouts.idleSeconds": seconds | st.just(0),
     "timeouts.drainSeconds": seconds | st.just(0),
 }
 VALID |= {key: st.booleans() for key in KEYS if key.startswith("recognisers.builtin.")}
@@ -166,7 +172,7 @@ def test_a_value_is_the_same_from_file_variable_and_flag(path: Path, values: dic
         assert from_flags.origins[key] == ("flag" if given_here else "default")
     # And it is the value that was written.
     for key, value in values.items():
-        if key not in ("compactor.apiKey", "recognisers.custom"):
+        if key not in ("main.apiKey", "compactor.apiKey", "listen.apiKeys", "recognisers.custom"):
             assert attrgetter(KEYS[key].attribute)(from_file.settings) == value
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.proxy import Client, Running, on_loop, request, running_proxy, settings_for
 from tests.support.stub_upstream import LAST_CHUNK, chunk, stub_upstream
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 # No reading of these is safe: another server on the way may have read them differently (RFC 9112 sections 5 to 7, 11).
 REFUSED = {
@@ -20,15 +20,15 @@ REFUSED = {
     "no version": b"GET /\r\n\r\n",
     "a version of its own": b"GET / HTTP/9.9\r\n\r\n",
     "HTTP/2 by surprise": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "lower-case method": b"get / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "NUL in the target": b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "lower-case method": b"get / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "NUL in the target": b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "NUL in a name": b"GET / HTTP/1.1\r\nHo\x00st: x\r\n\r\n",
     "NUL in a value": b"GET / HTTP/1.1\r\nHost: x\x00y\r\n\r\n",
     "a space in a name": b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
     "no colon": b"GET / HTTP/1.1\r\nHost\r\n\r\n",
     "an empty name": b"GET / HTTP/1.1\r\n: x\r\n\r\n",
-    "a space in the target": b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a bare CR in a value": b"GET / HTTP/1.1\r\nHost: x\ry: z\r\n\r\n",
+    "a space in the target": b"GET /a b HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a bare CR in a value": b"GET / HTTP/1.1\r\nHost: localhost\ry: z\r\n\r\n",
     "two lengths that differ": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
     "two lengths in one": HEAD + b"Content-Length: 2, 3\r\n\r\n{} ",
     "a negative length": HEAD + b"Content-Length: -2\r\n\r\n{}",
@@ -45,7 +45,26 @@ REFUSED = {
     "a negative chunk size": HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n",
     "a chunk size beyond 64 bits": HEAD + b"Transfer-Encoding: chunked\r\n\r\n11111111111111111\r\nx",
     "a chunk that is longer than it says": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{}\r\n0\r\n\r\n",
-    "a bracket that is not closed": b"GET http://[x/ HTTP/1.1\r\nHost: x\r\n\r\n",
+    "high bytes in the target": b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "bare LF": b"POST /x HTTP/1.1\nHost: localhost\nContent-Length: 2\n\n{}",
+    "LF behind a value": HEAD + b"X-A: b\nContent-Length: 2\r\n\r\n{}",
+    "LF for the empty line": HEAD + b"Content-Length: 2\r\n\n{}",
+    "LF behind a chunk size": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\n{}\r\n0\r\n\r\n",
+    "LF behind a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\n0\r\n\r\n",
+    "LF in a chunk extension": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2;a\n\r\n{}\r\n0\r\n\r\n",
+    "CR twice": HEAD + b"X-A: b\r\r\nContent-Length: 2\r\n\r\n{}",
+    "a folded value": HEAD + b"X-A: b\r\n Content-Length: 7\r\nContent-Length: 2\r\n\r\n{}",
+    "a value folded with a tab": HEAD + b"X-A: b\r\n\tc\r\nContent-Length: 2\r\n\r\n{}",
+    "a space before the first name": b"POST /x HTTP/1.1\r\n X-A: b\r\nHost: localhost\r\n\r\n",
+    "a space before the colon": HEAD + b"Content-Length : 2\r\n\r\n{}",
+    "two lengths that agree": HEAD + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "two encodings": HEAD + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "two encodings in one": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "chunked twice": HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "chunked in HTTP/1.0": b"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "no host": b"POST /x HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+    "two hosts": HEAD + b"Host: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    "a bracket that is not closed": b"GET http://[x/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
 
@@ -64,9 +83,9 @@ async def test_what_can_not_be_read_is_refused(data: bytes) -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub, True)) as running:
         received = await answered(running, data)
         head, _, body = received.partition(b"\r\n\r\n")
-        if received:
-            assert head.split(b" ")[1] in (b"400", b"405", b"501", b"505"), head
-            assert json.loads(body)["error"]["message"].startswith("slotpin: ")
+        assert head.split(b" ")[1] == b"400", head
+        assert b"\r\nConnection: close" in head
+        assert json.loads(body)["error"]["message"].startswith("slotpin: ")
         assert stub.requests == []
         assert (await running.fetch()).status == 200
 
@@ -75,7 +94,7 @@ async def test_what_can_not_be_read_is_refused(data: bytes) -> None:
 async def test_connect_is_not_served() -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         client = await running.client()
-        await client.send(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
+        await client.send(b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         response = await client.read_response()
         assert response.status == 405
         assert response.error["message"].startswith("slotpin: ")
@@ -83,23 +102,18 @@ async def test_connect_is_not_served() -> None:
         assert stub.accepts == 0
 
 
-# These may be refused, or read as what they must mean; what goes to the server is clean in any case.
+# What can only mean one thing; what goes to the server is clean.
 TOLERATED = {
-    "bare LF": b"POST /x HTTP/1.1\nHost: x\nContent-Length: 2\n\n{}",
-    "LF in the middle": b"POST /x HTTP/1.1\r\nHost: x\nX-A: b\r\nContent-Length: 2\r\n\r\n{}",
-    "a folded value": b"POST /x HTTP/1.1\r\nHost: x\r\nX-A: b\r\n Content-Length: 7\r\nContent-Length: 2\r\n\r\n{}",
-    "two lengths that agree": b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
-    "empty lines first": b"\r\n\r\nPOST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
-    "no host": b"POST /x HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
-    "two hosts": b"POST /x HTTP/1.1\r\nHost: x\r\nHost: y\r\nContent-Length: 2\r\n\r\n{}",
-    "a chunk with an extension": b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    "empty lines first": b"\r\n\r\nPOST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    "no host in HTTP/1.0": b"POST /x HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}",
+    "a chunk with an extension": b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     b'2;a=b;c="d"\r\n{}\r\n0\r\n\r\n',
-    "chunked in capitals": b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: CHUNKED\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-    "two encodings": b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
+    "chunked in capitals": b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: CHUNKED\r\n\r\n"
     b"2\r\n{}\r\n0\r\n\r\n",
-    "high bytes": b"POST /\xff\xfe HTTP/1.1\r\nHost: \xff\r\nX-A: \x80\r\nContent-Length: 2\r\n\r\n{}",
-    "an odd method": b"PROPFIND /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
-    "an absolute target": b"POST http://\xff/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+    "high bytes": b"POST /x HTTP/1.1\r\nHost: localhost\r\nX-A: \x80\r\nContent-Length: 2\r\n\r\n{}",
+    "an odd method": b"PROPFIND /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    "an absolute target": b"POST http://other.test/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
+    "spaces round a length": b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length:  2 \r\n\r\n{}",
 }
 
 
@@ -109,15 +123,13 @@ async def test_what_can_be_read_is_forwarded_clean(data: bytes) -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         client = await running.client()
         client.send_nowait(data)
-        status = int((await asyncio.wait_for(client.read_head(), 3)).split(b" ")[1])
-        assert status in (200, 400)
-        if status == 200:
-            (got,) = stub.requests
-            assert got.body == b"{}"
-            assert b"\n" not in got.head.replace(b"\r\n", b"")
-            assert b"\r" not in got.head.replace(b"\r\n", b"")
-            assert len(got.get_all(b"content-length") + got.get_all(b"transfer-encoding")) == 1
-            assert len(got.get_all(b"host")) == 1
+        assert (await asyncio.wait_for(client.read_head(), 3)).startswith(b"HTTP/1.1 200 ")
+        (got,) = stub.requests
+        assert got.body == b"{}"
+        assert b"\n" not in got.head.replace(b"\r\n", b"")
+        assert b"\r" not in got.head.replace(b"\r\n", b"")
+        assert len(got.get_all(b"content-length") + got.get_all(b"transfer-encoding")) == 1
+        assert len(got.get_all(b"host")) == 1
         client.leave()
         assert (await running.fetch()).status == 200
 
@@ -140,17 +152,17 @@ async def test_a_bad_request_behind_a_good_one(bad: str) -> None:
         assert (await running.fetch()).status == 200
 
 
-@pytest.mark.parametrize("size", [600_000, 5_000_000])
+@pytest.mark.parametrize("size", [1_400_000, 5_000_000])
 @pytest.mark.parametrize("where", ["value", "target", "many", "name", "unfinished"])
 @on_loop
 async def test_a_head_that_is_too_large(where: str, size: int) -> None:
     """431, and the client gets to read it although it is still sending."""
     big = {
-        "value": b"GET / HTTP/1.1\r\nX-A: " + b"a" * size + b"\r\n\r\n",
-        "target": b"GET /" + b"a" * size + b" HTTP/1.1\r\n\r\n",
-        "many": b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * (size // 8) + b"\r\n",
-        "name": b"GET / HTTP/1.1\r\n" + b"a" * size + b": b\r\n\r\n",
-        "unfinished": b"GET / HTTP/1.1\r\nX-A: " + b"a" * size,
+        "value": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"a" * size + b"\r\n\r\n",
+        "target": b"GET /" + b"a" * size + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "many": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * (size // 8) + b"\r\n",
+        "name": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * size + b": b\r\n\r\n",
+        "unfinished": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"a" * size,
     }[where]
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         for _ in range(5):
@@ -167,10 +179,11 @@ async def test_a_head_that_is_too_large(where: str, size: int) -> None:
 
 @on_loop
 async def test_a_large_head_that_llama_server_would_take() -> None:
-    headers = [b"X-%d: " % number + b"v" * 1500 for number in range(60)]
+    """cpp-httplib's limits: 100 lines of 8,192 bytes."""
+    headers = [b"X-%02d: " % number + b"v" * 8184 for number in range(97)]
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         assert (await running.fetch(headers=headers)).status == 200
-        assert len(stub.requests[0].head) > 90_000
+        assert len(stub.requests[0].head) > 790_000
 
 
 @on_loop
@@ -192,7 +205,7 @@ async def test_trailers_have_a_bound_too() -> None:
 @on_loop
 async def test_a_smuggled_request_is_not_forwarded() -> None:
     """The inner request must never arrive at the server as one of its own."""
-    inner = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+    inner = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for outer in (
         HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % (len(inner) + 5) + inner,
         HEAD + b"Content-Length: 0\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
@@ -200,8 +213,8 @@ async def test_a_smuggled_request_is_not_forwarded() -> None:
         HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
         HEAD + b"Connection: content-length\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(inner) + LAST_CHUNK,
-        b"GET /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
-        b"HEAD /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
+        b"GET /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
+        b"HEAD /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner,
     ):
         async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
             for cut in (len(outer), outer.index(b"\r\n\r\n") + 4):

@@ -218,7 +218,7 @@ def request(
     headers: Sequence[bytes] = (),
     *,
     version: bytes = b"1.1",
-    host: bytes = b"proxy.test",
+    host: bytes = b"localhost",
 ) -> bytes:
     """The bytes of a request; a body goes with its Content-Length."""
     target = target.encode() if isinstance(target, str) else target
