@@ -12,7 +12,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 def server_root(base_url: str) -> str:
     """The URL in front of the server's own routes: without query, fragment, trailing slashes and one trailing `/v1`."""
     if socket := socket_path(base_url):
-        return f"unix:{socket}"
+        return f"unix:{socket.removesuffix('/v1')}"
     parts = urlsplit(base_url)
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return f"{parts.scheme.lower()}://{parts.netloc}{path}"
@@ -33,9 +33,10 @@ def same_endpoint(one: str, other: str) -> bool:
 
 def normalised(base_url: str) -> tuple[str, str, int | None, str]:
     """The same for all spellings of one endpoint."""
-    if socket := socket_path(base_url):
+    root = server_root(base_url)
+    if socket := socket_path(root):
         return "unix", "", None, socket
-    parts = urlsplit(server_root(base_url))
+    parts = urlsplit(root)
     host = (parts.hostname or "").lower()
     return (
         parts.scheme,

@@ -10,6 +10,7 @@ from slotpin.config import Settings
 from slotpin.observe.log import Log
 from slotpin.observe.status import status
 from slotpin.pinning.conversations import session_ids
+from slotpin.pinning.endpoints import is_loopback
 from slotpin.proxy.bind import Bound, bind
 from slotpin.proxy.exchange import Exchange
 from slotpin.proxy.guard import Guard
@@ -63,7 +64,7 @@ class Proxy:
         await self.state.close()
 
     def _new_guard(self) -> Guard:
-        return Guard(self.state.running.settings.listen, is_local=self._at_start.is_local)
+        return Guard(self.state.running.settings.listen, on_loopback=is_loopback(self._at_start.host))
 
     def _refusal(self, head: RequestHead) -> Reply | None:
         if self._guarding is not self.state.running:

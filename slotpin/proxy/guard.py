@@ -12,18 +12,20 @@ from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.replies import Reply, error
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]*))(?::[0-9]*)?")
+# What containers call the machine that they run on (Docker, Podman).
+_OF_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 # Different hosts that are remembered as allowed; clients use one or two.
 _REMEMBERED = 64
 
 
 class Guard:
-    """`is_local`: only this machine can connect. A browser on it can be brought to: a web page's name may be made to
-    lead to 127.0.0.1 (DNS rebinding), and then only the `Host` header shows that it is not meant."""
+    """`on_loopback`: only this machine can connect, but so can a web page in its browser whose name was made to lead to
+    127.0.0.1 (DNS rebinding). Only the `Host` header shows that slotpin is not meant."""
 
-    def __init__(self, listen: Listen, *, is_local: bool) -> None:
+    def __init__(self, listen: Listen, *, on_loopback: bool) -> None:
         self._keys = [key.get_secret_value().encode() for key in listen.api_keys]
         self._names = [name.lower().removesuffix(".") for name in listen.allowed_hosts]
-        self._checks_host = "*" not in self._names and (is_local or bool(self._names))
+        self._checks_host = "*" not in self._names and (on_loopback or bool(self._names))
         self._allowed: set[bytes] = {b""}
 
     def refusal(self, head: RequestHead) -> Reply | None:
@@ -48,6 +50,7 @@ class Guard:
         return (
             _is_address(name)  # nobody can make an address lead elsewhere
             or is_loopback(name)
+            or name in _OF_CONTAINERS
             or any(name == own or (own.startswith(".") and f".{name}".endswith(own)) for own in self._names)
         )
 

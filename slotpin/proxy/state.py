@@ -167,8 +167,9 @@ def _bearer(key: SecretStr) -> bytes:
 
 
 def _address(base_url: str) -> Address:
-    if socket := socket_path(base_url):
+    root = server_root(base_url)
+    if socket := socket_path(root):
         return Address("unix", socket, 0, "")
-    parts = urlsplit(server_root(base_url))
+    parts = urlsplit(root)
     default = 443 if parts.scheme == "https" else 80
     return Address(parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or default, parts.path)

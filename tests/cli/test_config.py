@@ -96,7 +96,7 @@ def test_show_as_json(tmp_path: Path) -> None:
     write(tmp_path, {"listen": {"port": 1}})
     shown = json.loads(run(tmp_path, "config", "show", "--json", "--enabled", "auto").stdout)
     assert shown["file"] == str(tmp_path / "slotpin.json")
-    assert shown["settings"]["listen"] == {"host": "127.0.0.1", "port": 1}
+    assert shown["settings"]["listen"]["port"] == 1
     assert shown["settings"]["llamaCppSlots"]["enabled"] == "auto"
     assert shown["origins"]["listen.port"] == "file"
     assert shown["origins"]["listen.host"] == "default"

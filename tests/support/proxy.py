@@ -21,6 +21,7 @@ import structlog
 import slotpin
 from slotpin.config import Settings
 from slotpin.observe.log import Log
+from slotpin.pinning.endpoints import socket_path
 from slotpin.proxy.app import Proxy
 from tests.support.stub_upstream import Headers, Stub, get_all, parse_headers
 
@@ -98,7 +99,8 @@ class Running:
         return [event for event in self.events if event["event"] == name]
 
     async def client(self) -> Client:
-        client = await Client.connect(self.port)
+        socket = socket_path(self.proxy.url)
+        client = await (Client.connect_unix(socket) if socket else Client.connect(self.port))
         self.clients.append(client)
         return client
 
@@ -108,12 +110,13 @@ class Running:
         body: bytes | None = b'{"messages":[]}',
         headers: Sequence[bytes] = (),
         method: str | None = None,
+        host: bytes = b"localhost",
     ) -> Response:
         """One request on a connection of its own."""
         client = await self.client()
         try:
             method = method or ("GET" if body is None else "POST")
-            await client.send(request(method, target, body, headers))
+            await client.send(request(method, target, body, headers, host=host))
             return await client.read_response(method)
         finally:
             await client.close()
@@ -238,6 +241,10 @@ class Client:
     @classmethod
     async def connect(cls, port: int, limit: int = 2**20) -> Client:
         return cls(*await asyncio.open_connection("127.0.0.1", port, limit=limit))
+
+    @classmethod
+    async def connect_unix(cls, path: str, limit: int = 2**20) -> Client:
+        return cls(*await asyncio.open_unix_connection(path, limit=limit))
 
     async def send(self, *pieces: bytes) -> None:
         for piece in pieces:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from socket import SO_LINGER, SOL_SOCKET
 
 Headers = list[tuple[bytes, bytes]]
@@ -158,6 +160,8 @@ class Stub:
     requests: list[Request] = field(default_factory=list)
     probes: list[Request] = field(default_factory=list)
     port: int = 0
+    socket: Path | None = None
+    tls: ssl.SSLContext | None = None
     base_path: str = ""
     failures: list[BaseException] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -165,7 +169,9 @@ class Stub:
     @property
     def url(self) -> str:
         """The base URL without `/v1`."""
-        return f"http://127.0.0.1:{self.port}{self.base_path}"
+        if self.socket is not None:
+            return f"unix:{self.socket}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}{self.base_path}"
 
     @property
     def generating_accepts(self) -> int:
@@ -203,13 +209,23 @@ class Stub:
 
 @asynccontextmanager
 async def stub_upstream(
-    script: Script = ok, *, slots: int | bytes | None = 2, raw: Raw | None = None, base_path: str = "", port: int = 0
+    script: Script = ok,
+    *,
+    slots: int | bytes | None = 2,
+    raw: Raw | None = None,
+    base_path: str = "",
+    port: int = 0,
+    socket: Path | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Stub]:
     """`slots`: how many there are, or the whole answer. A script that fails makes the test fail."""
     slots_answer = answer(slots_json(slots)) if isinstance(slots, int) else slots
-    stub = Stub(script, slots_answer, raw, base_path=base_path)
-    server = await asyncio.start_server(stub._serve, "127.0.0.1", port, limit=2**20, backlog=1024)
-    stub.port = server.sockets[0].getsockname()[1]
+    stub = Stub(script, slots_answer, raw, base_path=base_path, socket=socket, tls=tls)
+    if socket is not None:
+        server = await asyncio.start_unix_server(stub._serve, socket, limit=2**20, backlog=1024)
+    else:
+        server = await asyncio.start_server(stub._serve, "127.0.0.1", port, limit=2**20, backlog=1024, ssl=tls)
+        stub.port = server.sockets[0].getsockname()[1]
     try:
         yield stub
     finally:
