@@ -3,16 +3,19 @@ from __future__ import annotations
 import http.client
 import signal
 import socket
+import ssl
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from slotpin import __version__
+from tests.support.certificates import certificate_authority, server_tls
 from tests.support.processes import wait_until
-from tests.support.program import Program
+from tests.support.program import Program, assert_lines, run
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 
@@ -75,6 +78,8 @@ def test_an_answer_under_way_is_finished_after_the_signal(tmp_path: Path) -> Non
             program.signal(signal.SIGTERM)
             wait_until(lambda: not listens(url), "no new request is taken")
             assert program.process.poll() is None
+            (event,) = program.events("waiting_for_answers")
+            assert (event["answers"], event["seconds"]) == (1, 3600)
             behind.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
             answer = b""
             while piece := client.recv(65536):
@@ -97,6 +102,48 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals)
             program.signal(number)
             assert program.wait(20) == 130  # it would wait an hour for the answer
             assert "Traceback" not in program.err
+
+
+def test_a_certificate_that_is_not_trusted_is_said_at_the_start(tmp_path: Path) -> None:
+    certificate_authority(tmp_path)
+    tls = server_tls(tmp_path, "IP:127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=shake_hands, args=(server, tls), daemon=True).start()
+        upstream = f"https://127.0.0.1:{server.getsockname()[1]}/v1"
+        with Program(tmp_path, "serve", "--port", "0", "--enabled", "auto", "--upstream", upstream) as program:
+            assert listens(program.url)
+            (line,) = [line for line in program.out.splitlines() if line.startswith("  slots ")]
+            assert "its certificate is not trusted (" in line
+            assert program.err == ""
+
+
+def shake_hands(server: socket.socket, tls: ssl.SSLContext) -> None:
+    """Until the server is closed."""
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:
+            return
+        with client, suppress(OSError):
+            tls.wrap_socket(client, server_side=True)
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "slotpin.sock"
+    with Program(tmp_path, "serve", "--host", f"unix:{path}", "--upstream", nobody()) as program:
+        wait_until(lambda: "enabled:" in program.out, "slotpin is ready")
+        assert program.out.startswith(f"slotpin {__version__} listens on unix:{path}\n")
+        program.process.kill()
+        program.wait()
+    assert path.exists()  # which is no obstacle to the next one
+    with Program(tmp_path, "serve", "--host", f"unix:{path}", "--upstream", nobody()) as program:
+        wait_until(lambda: "enabled:" in program.out, "slotpin is ready")
+        second = run(tmp_path, "serve", "--host", f"unix:{path}", "--upstream", nobody())
+        assert second.returncode == 2
+        assert_lines(second.stderr, f"cannot listen on unix:{path}: another program listens there; choose another path")
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 0
+    assert not path.exists()
 
 
 def test_its_own_routes(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ async def test_a_binding_is_open_from_the_arrival_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "status", [b"400 Bad Request", b"401 Unauthorized", b"404 Not Found", b"413 X", b"500 X", b"501 X"]
+    "status", [b"400 Bad Request", b"401 Unauthorized", b"404 Not Found", b"413 X", b"500 X", b"501 X", b"503 X"]
 )
 @on_loop
 async def test_an_error_status_passes_and_drops_the_binding(status: bytes) -> None:
@@ -177,6 +177,7 @@ async def test_an_error_status_passes_and_drops_the_binding(status: bytes) -> No
     async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
         response = await running.fetch()
         assert (response.status, response.phrase, response.body) == (int(status[:3]), status[4:], body)
+        assert response.get(b"Content-Type") == b"application/json; charset=utf-8"
         assert await running.bindings() == (0, 0)
         assert (await running.status())["outcomes"] == {"upstream_refused": 1}
 

@@ -301,6 +301,31 @@ async def test_no_reason_phrase(phrase: bytes) -> None:
         assert (response.status, response.phrase, response.body) == (200, b"", b"ok")
 
 
+CORS = [
+    b"Access-Control-Allow-Origin: http://localhost:3000",
+    b"Access-Control-Allow-Credentials: true",
+    b"Access-Control-Allow-Methods: GET, POST",
+    b"Access-Control-Allow-Headers: *",
+    b"Vary: Origin",
+]
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "POST", "GET", "HEAD"])
+@on_loop
+async def test_cors_headers_are_relayed_and_never_doubled(method: str) -> None:
+    async def script(connection: Connection, got: Request) -> None:
+        head = answer(b"" if got.method == b"OPTIONS" else b"{}", headers=CORS)
+        await connection.send(head.removesuffix(b"{}") if got.method == b"HEAD" else head)
+
+    asked = [b"Origin: http://localhost:3000", b"Access-Control-Request-Method: POST"]
+    async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
+        response = await running.fetch("/v1/chat/completions", b"{}" if method == "POST" else None, asked, method)
+        assert stub.requests[-1].line == f"{method} /v1/chat/completions HTTP/1.1".encode()
+        assert stub.requests[-1].get_all(b"origin") == [b"http://localhost:3000"]
+        kept = [name + b": " + value for name, value in response.headers if name.startswith((b"Access", b"Vary"))]
+        assert kept == CORS
+
+
 HOP = [
     b"Connection: X-Named, keep-alive, x-other",
     b"Connection: X-Third",
