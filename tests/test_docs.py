@@ -76,6 +76,19 @@ def test_each_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"`slotpin {command}" in section(OPERATIONS, "Commands")
 
 
+def test_each_promise_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "transport.md").read_text()
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and not re.match(r"\| (---|\w+ \| held by)", line)
+    ]
+    assert len(rows) > 40
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]+)::([a-z0-9_]+)`", row)
+        assert named, row
+        for file, name in named:
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

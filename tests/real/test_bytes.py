@@ -82,6 +82,15 @@ def test_a_body_that_is_no_json_is_refused_by_the_server(proxy: Slotpin, two_slo
         assert through.status >= 400
 
 
+def test_a_long_head_is_taken_as_by_the_server(proxy: Slotpin, two_slots: Llama) -> None:
+    """cpp-httplib takes 100 lines of 8 KiB; what is beyond that is the server's to refuse."""
+    for count in (1, 90, 120):
+        headers = {f"X-Long-{number}": "v" * 8000 for number in range(count)}
+        through, direct = (fetch(f"{each.url}/v1/models", headers=headers) for each in (proxy, two_slots))
+        assert through.status == direct.status
+        assert (through.status == 200) is (count <= 90)
+
+
 def test_the_server_s_complaint_of_a_field_comes_through(proxy: Slotpin, two_slots: Llama) -> None:
     body = chat(cache_prompt="yes")
     through, direct = fetch(proxy.url + CHAT, body), fetch(two_slots.url + CHAT, body)
