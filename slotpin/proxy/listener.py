@@ -213,6 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._ahead: deque[Incoming] = deque()
         self._ahead_bytes = 0
+        self._last_words: Reply | None = None  # to what can't be read, once everything before it is answered
         # Who wants nothing more to be read for now: bodies, and the connection itself for requests sent ahead.
         self._holds: set[object] = set()
         # The request that is being read.
@@ -270,6 +271,8 @@ class ClientConnection(asyncio.Protocol):
             self._set_timer(LINGER_SECONDS)
         elif close or self.draining:
             self._transport.close()
+        elif self._last_words is not None and not self._ahead:
+            self._refuse(self._last_words)
         elif self._ahead:
             following = self._ahead.popleft()
             if not self._ahead:
@@ -299,6 +302,8 @@ class ClientConnection(asyncio.Protocol):
         self._set_timer(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
+        if self._last_words is not None:
+            return
         self._head_bytes += len(data)
         if self._current is not None and self._current.body.complete:
             self._count_ahead(len(data))
@@ -416,10 +421,15 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, reply: Reply) -> None:
         """Answer a request that can't be read; nothing after it can be read either."""
         current = self._current
-        if self._transport.is_closing() or (current is not None and (current.started or current.body.complete)):
+        if current is not None and current.body.complete:
+            self._last_words = reply
+            if self._ahead and not self._ahead[-1].body.complete:
+                self._ahead.pop()
+            return
+        if self._transport.is_closing() or (current is not None and current.started):
             self._transport.abort()
             return
-        if self._task is not None:
+        if current is not None and self._task is not None:
             self._task.cancel()  # it has begun with a body that turned out to be none
         headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
         self._transport.write(response_head(reply.status, reply.phrase, headers) + reply.body)

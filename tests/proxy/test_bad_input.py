@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 
-from tests.support.proxy import Client, Running, on_loop, request, running_proxy, settings_for
-from tests.support.stub_upstream import LAST_CHUNK, chunk, stub_upstream
+from tests.support.fuzz import clean, requests, throw_all, wrong
+from tests.support.proxy import Running, on_loop, request, running_proxy, settings_for, until
+from tests.support.stub_upstream import LAST_CHUNK, Connection, Request, answer, chunk, stub_upstream
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -139,17 +139,56 @@ async def test_what_can_be_read_is_forwarded_clean(data: bytes) -> None:
 )
 @on_loop
 async def test_a_bad_request_behind_a_good_one(bad: str) -> None:
-    """Whether the good one is still answered or not, the bad one is not forwarded and the connection ends."""
+    """The good ones are answered, the bad one is refused, and what comes after it is not read."""
+    good = request("POST", "/tokenize", b"{}")
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
-        await answered(running, request("POST", "/tokenize", b"{}") + bad.encode())
-        assert {got.target for got in stub.requests} <= {b"/tokenize"}
+        for count in (1, 3):
+            client = await running.client()
+            client.send_nowait(good * count + bad.encode() + good)
+            for _ in range(count):
+                assert (await client.read_response()).status == 200
+            assert (await client.read_response()).status == 400
+            assert await asyncio.wait_for(client.read_all(), 3) == (b"", False)
+            await client.close()
+        assert len(stub.requests) == 4
         client = await running.client()
         await client.send(request("GET", "/x"))
         assert (await client.read_response()).status == 200
         await client.send(bad.encode())
-        received, _ = await asyncio.wait_for(client.read_all(), 3)
-        assert received == b"" or received.startswith(b"HTTP/1.1 400 ")
+        assert (await asyncio.wait_for(client.read_response(), 3)).status == 400
+        await client.close()
         assert (await running.fetch()).status == 200
+
+
+@on_loop
+async def test_a_body_that_is_none_behind_a_good_request() -> None:
+    broken = request("POST", "/v1/chat/completions", None, [b"Transfer-Encoding: chunked"]) + b"xyz\r\n"
+
+    async def script(connection: Connection, _: Request) -> None:
+        await asyncio.sleep(0.05)
+        await connection.send(answer())
+
+    async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
+        client = await running.client()
+        client.send_nowait(request("GET", "/x") + broken)
+        assert (await client.read_response()).status == 200
+        assert (await asyncio.wait_for(client.read_response(), 3)).status == 400
+        assert await client.read_all() == (b"", False)
+        assert len(stub.requests) == 1
+        await client.close()
+
+
+@on_loop
+async def test_a_client_that_leaves_after_bytes_that_are_no_request() -> None:
+    async def script(connection: Connection, _: Request) -> None:
+        await connection.gone()
+
+    async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
+        client = await running.client()
+        client.send_nowait(request("POST", "/v1/chat/completions", b"{}") + b"garbage\r\n\r\n")
+        await until(lambda: bool(stub.requests), "the request is with the server")
+        client.leave()
+        await until(lambda: stub.open == 0, "the upstream connection is closed", 0.5)
 
 
 @pytest.mark.parametrize("size", [1_400_000, 5_000_000])
@@ -262,37 +301,13 @@ async def test_slotpins_own_routes() -> None:
         assert stub.accepts == 0
 
 
-async def throw(port: int, data: bytes, patience: float) -> None:
-    try:
-        client = await Client.connect(port)
-        client.send_nowait(data)
-        await asyncio.wait_for(client.reader.read(65536), patience)
-    except (OSError, TimeoutError):
-        pass
-    finally:
-        client.leave()
-
-
-def garbage(chance: random.Random) -> bytes:
-    valid = request("POST", chance.choice(["/v1/chat/completions", "/x", "/slotpin/status"]), b'{"messages":[]}')
-    match chance.randrange(4):
-        case 0:
-            return chance.randbytes(chance.randrange(1, 400))
-        case 1:  # a byte changed
-            at = chance.randrange(len(valid))
-            return valid[:at] + chance.randbytes(1) + valid[at + 1 :]
-        case 2:  # a piece missing
-            at = chance.randrange(len(valid))
-            return valid[:at] + valid[at + chance.randrange(1, 20) :]
-        case _:  # a piece doubled
-            at = chance.randrange(len(valid))
-            return valid[: at + chance.randrange(1, 40)] + valid[at:]
-
-
 @on_loop
-async def test_two_thousand_random_connections() -> None:
-    chance = random.Random(20261130)
-    async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
-        for _ in range(20):
-            await asyncio.gather(*(throw(running.port, garbage(chance), 0.05) for _ in range(100)))
+async def test_odd_bytes_in_any_position() -> None:
+    """A few of what `bench/fuzz.py` throws."""
+    async with stub_upstream(clean) as stub, running_proxy(settings_for(stub)) as running:
+        results = await throw_all(running, requests(3000, seed=20261130), patience=0.1)
+        assert results.total() == 3000
+        assert results["200"] > 100
+        assert results["400"] > 500
+        assert wrong(results) == {}
         assert (await running.fetch()).status == 200

@@ -15,7 +15,7 @@ from typing import Any
 from slotpin.llama.launch import server_args
 from tests.support.llama import stock_binary
 from tests.support.processes import wait_until
-from tests.support.program import Program
+from tests.support.program import Program, run
 from tests.support.tiny_model import full_attention
 
 
@@ -33,7 +33,8 @@ class _Connection(http.client.HTTPConnection):
 def ask(path: Path, method: str, target: str, body: object = None) -> tuple[http.client.HTTPResponse, Any]:
     connection = _Connection(path)
     try:
-        connection.request(method, target, None if body is None else json.dumps(body))
+        data = None if body is None else json.dumps(body)
+        connection.request(method, target, data, {"Authorization": "Bearer sk-own"})
         response = connection.getresponse()
         return response, json.loads(response.read())
     finally:
@@ -60,8 +61,10 @@ def llama_on(path: Path) -> Iterator[None]:
 
 def test_a_pinned_turn_over_sockets_only(tmp_path: Path) -> None:
     llama, own = tmp_path / "llama.sock", tmp_path / "slotpin.sock"
-    options = ("--host", f"unix:{own}", "--upstream", f"unix:{llama}", "--enabled", "auto")
-    with llama_on(llama), Program(tmp_path, "serve", *options) as program:
+    listen = {"host": f"unix:{own}", "apiKeys": ["sk-own"]}
+    config = {"listen": listen, "main": {"baseUrl": f"unix:{llama}"}, "llamaCppSlots": {"enabled": "auto"}}
+    (tmp_path / "slotpin.json").write_text(json.dumps(config))
+    with llama_on(llama), Program(tmp_path, "serve") as program:
         wait_until(lambda: "enabled:" in program.out or program.process.poll() is not None, "slotpin is ready")
         assert program.out.splitlines()[0].endswith(f" listens on unix:{own}"), program.out + program.err
         assert "slots             2, context of each" in program.out
@@ -70,6 +73,9 @@ def test_a_pinned_turn_over_sockets_only(tmp_path: Path) -> None:
         assert response.status == 200, answer
         assert response.headers["X-Slotpin-Reason"] == "pinned"
         assert answer["timings"]["predicted_n"] >= 1
+        examined = run(tmp_path, "doctor")
+        assert f" runs on unix:{own}\n" in examined.stdout, examined.stdout + examined.stderr
+        assert examined.returncode == 0
         program.signal(signal.SIGTERM)
         assert program.wait() == 0
         assert not own.exists()

@@ -292,6 +292,10 @@ class Client:
             return bytes(data), True
         return bytes(data), False
 
+    def finish_sending(self) -> None:
+        """FIN: to a proxy that is as good as a client that has left."""
+        self._writer.write_eof()
+
     def stop_reading(self) -> None:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
