@@ -51,6 +51,7 @@ class Proxy:
         """Take no new request, give those under way `timeouts.drainSeconds`, then break off what is left."""
         if self._bound is not None:
             self._bound.close()
+            self._bound = None
         for connection in list(self._connections):
             connection.drain()
         if under_way := [connection.closed for connection in self._connections]:

@@ -80,10 +80,10 @@ def _no_socket(path: Path, problem: OSError) -> str:
             return "another program listens there; choose another path with --host or listen.host"
         case errno.EEXIST:
             return "there is a file that is no socket; choose another path with --host or listen.host"
-        case errno.ENOENT | errno.ENOTDIR:
+        case errno.ENOENT | errno.ENOTDIR if not path.parent.is_dir():
             return f"there is no folder {path.parent}; make it, or choose another path with --host or listen.host"
-        case errno.EACCES | errno.EPERM | errno.EROFS:
-            return f"slotpin may not write there; choose a folder of your own instead of {path.parent}"
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOENT:
+            return f"slotpin can't make a file there; choose a folder of your own instead of {path.parent}"
     return f"{problem.strerror or problem}; see listen.host"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slotpin.pinning.endpoints import same_endpoint, server_root
+from slotpin.pinning.endpoints import is_loopback, same_endpoint, server_root
 
 HERE = "http://127.0.0.1:8080/v1"
 
@@ -56,6 +56,22 @@ def test_default_ports_and_paths() -> None:
     assert not same_endpoint("http://gpu/Llama", "http://gpu/llama")
 
 
+def test_unix_sockets() -> None:
+    assert same_endpoint("unix:/run/llama.sock", "unix:///run/llama.sock/v1")
+    assert not same_endpoint("unix:/run/llama.sock", "unix:/run/Llama.sock")
+    assert not same_endpoint("unix:/run/llama.sock", "http://localhost/run/llama.sock")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.255.0.9", "::1"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "128.0.0.1", "notlocalhost", "localhost.example", "127.0.0.1.x"])
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
 @pytest.mark.parametrize(
     ("base_url", "root"),
     [
@@ -63,6 +79,8 @@ def test_default_ports_and_paths() -> None:
         ("http://gpu:8080/", "http://gpu:8080"),
         ("http://gpu:8080/llama/v1/?x#y", "http://gpu:8080/llama"),
         ("http://gpu:8080/v1/v1", "http://gpu:8080/v1"),
+        ("unix:/run/llama.sock", "unix:/run/llama.sock"),
+        ("unix:///run/llama.sock/v1", "unix:/run/llama.sock"),
     ],
 )
 def test_the_servers_root(base_url: str, root: str) -> None:
