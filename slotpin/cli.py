@@ -20,6 +20,7 @@ from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
+from slotpin.observe import ask
 from slotpin.pi import setup as pi
 from slotpin.pi.folder import agent_folder
 from slotpin.pi.served import look
@@ -123,6 +124,26 @@ def _parser() -> argparse.ArgumentParser:
     verify_parser.add_argument("--no-direct", action="store_true", help="leave out the run without slotpin")
     verify_parser.add_argument("--json", action="store_true", help="as JSON")
 
+    status_parser = _command(commands, "status", _status, "show slots, conversations and warnings of a running slotpin")
+    _add_url(status_parser)
+    status_parser.add_argument("--json", action="store_true", help="as JSON")
+
+    top_parser = _command(commands, "top", _top, "the same, live; q ends it")
+    _add_url(top_parser)
+    top_parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+    )
+    top_parser.add_argument("--count", type=_positive, metavar="N", help="end after so many looks")
+
+    explain_parser = _command(
+        commands, "explain", _explain, "say why a request went where it went, and what its cache did"
+    )
+    explain_parser.add_argument(
+        "request", nargs="?", default="latest", metavar="REQUEST_ID", help="or its beginning (default: the latest one)"
+    )
+    _add_url(explain_parser)
+    explain_parser.add_argument("--json", action="store_true", help="as JSON")
+
     pi_parser = commands.add_parser("pi", help="set Pi up for slotpin, or undo that")
     pi_commands = pi_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     setup_parser = _command(
@@ -168,9 +189,16 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", metavar="PORT", help="listen.port")
     parser.add_argument("--upstream", metavar="URL", help="main.baseUrl")
     parser.add_argument("--enabled", metavar="MODE", help="llamaCppSlots.enabled: false, auto or true")
+    parser.add_argument("--log-format", metavar="FORMAT", help="log.format: auto, console or json")
+    parser.add_argument("--log-level", metavar="LEVEL", help="log.level: debug, info, warning or error")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration, by its path"
     )
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", metavar="URL", help="where slotpin listens (default: the configuration's listen)")
+    _add_settings(parser)
 
 
 def _add_pi_files(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +223,16 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 def _positive(text: str) -> int:
     return _whole_number(text, 1, 2**31 - 1)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.1 to 3600")
+    return seconds
 
 
 def _verify_tokens(text: str) -> int:
@@ -279,6 +317,41 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if result.kept else 1
 
 
+def _status(options: argparse.Namespace) -> None:
+    url = _url(options)
+    if options.json:
+        reply = asyncio.run(ask.get(url, "/slotpin/status"))
+        print(json.dumps(json.loads(reply.body), indent=2, ensure_ascii=False))
+    else:
+        from slotpin.observe.top import status  # what draws is loaded by nothing else
+
+        asyncio.run(status(url))
+
+
+def _top(options: argparse.Namespace) -> None:
+    from slotpin.observe.top import top
+
+    asyncio.run(top(_url(options), options.interval, options.count))
+
+
+def _explain(options: argparse.Namespace) -> None:
+    found = asyncio.run(ask.explain(_url(options), options.request))
+    if options.json:
+        print(json.dumps(json.loads(bytes(found.request)), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(f"{heading:<13} {text}" for heading, text in found.explained))
+
+
+def _url(options: argparse.Namespace) -> str:
+    """Where the slotpin is that a command asks."""
+    if options.url is None:
+        return doctor.listen_url(_loader(options, {})().settings.listen)
+    url: str = options.url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"--url {options.url}: write http://HOST:PORT")
+    return url
+
+
 def _pi_setup(options: argparse.Namespace) -> None:
     settings = _loader(options, {})().settings
     url, folder = doctor.listen_url(settings.listen), agent_folder(os.environ)
@@ -357,6 +430,8 @@ def _loader(
         "listen.port": options.port,
         "main.baseUrl": options.upstream,
         "llamaCppSlots.enabled": options.enabled,
+        "log.format": options.log_format,
+        "log.level": options.log_level,
     }
     overrides.update({key: value for key, value in flags.items() if value is not None})
     for assignment in options.set:

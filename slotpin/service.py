@@ -15,6 +15,7 @@ from slotpin.errors import UserError
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer
 from slotpin.observe import log as logs
+from slotpin.observe.tracing import tracing
 from slotpin.pinning.decision import Unverified
 from slotpin.pinning.endpoints import socket_path
 from slotpin.pinning.reasons import explain
@@ -78,7 +79,9 @@ async def _proxy(load: Load) -> AsyncIterator[Proxy]:
             log.warning("config_note", note=note)
         watch = asyncio.create_task(Reloader(proxy.state, loaded.path, load, log).watch())
         try:
-            yield proxy
+            async with tracing(proxy.state.observer, os.environ, log):
+                yield proxy
+                await proxy.stop()  # so that what ends now is traced too
         finally:
             watch.cancel()
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 Event = MutableMapping[str, Any]
@@ -29,7 +29,7 @@ def renderer(*, colours: bool) -> Callable[[object, str, Event], str]:
     return render
 
 
-def _exchange(event: Event) -> str:
+def exchange(event: Mapping[str, Any]) -> str:
     """`main       slot 0  pinned  re-used 812 of 846  1.2 s  34bdd6a85727`."""
     slot = event.get("slot")
     parts = [f"{event['role']:9}", "any slot" if slot is None else f"slot {slot:<3}", event["reason"]]
@@ -74,4 +74,4 @@ def seconds(value: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-_LINES: dict[str, Callable[[Event], str]] = {"exchange": _exchange, "warning": _warning}
+_LINES: dict[str, Callable[[Event], str]] = {"exchange": exchange, "warning": _warning}

@@ -41,7 +41,7 @@ class Observer:
         self.totals.add(record)
         if self.trace is not None:
             self.trace(record, header)
-        self._log.info("exchange", **_fields(record))
+        self._log.info("exchange", **fields(record))
 
     @property
     def under_way(self) -> list[Record]:
@@ -54,9 +54,9 @@ class Observer:
         yield from self.records
 
 
-def _fields(record: Record) -> dict[str, object]:
+def fields(record: Record) -> dict[str, object]:
     """What the log has of an exchange, without what is not known or nothing."""
-    fields = {
+    known = {
         "request": record.id,
         "role": record.role,
         "found_by": record.found_by,
@@ -78,7 +78,7 @@ def _fields(record: Record) -> dict[str, object]:
         "lost": record.lost,
         "cause": record.cause,
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 _PRODUCT = re.compile(rb"[A-Za-z][A-Za-z0-9._-]{0,23}")

@@ -1,4 +1,4 @@
-"""The state of the proxy as JSON, without any text of a prompt and without secrets."""
+"""The state of the proxy as JSON, without any text of a prompt and without secrets: the board and more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from slotpin import __version__
+import msgspec
+
+from slotpin.observe.board import board
 
 if TYPE_CHECKING:
     from slotpin.pinning.conversations import Conversation
@@ -18,9 +20,7 @@ if TYPE_CHECKING:
 def status(state: State) -> dict[str, object]:
     running = state.running
     return {
-        "version": __version__,
-        "uptimeSeconds": round(state.clock() - state.started, 3),
-        "mode": running.pin.enabled,
+        **msgspec.to_builtins(board(state)),
         "generation": running.pin.generation,
         "mainIdSlot": running.pin.main_id,
         "compactorIdSlot": running.pin.compactor_id,
@@ -46,11 +46,7 @@ def status(state: State) -> dict[str, object]:
         ],
         "outcomes": {name: n for (name,), n in sorted(_summed(state.observer.totals.exchanges, 2).items())},
         "relayed": state.relayed,
-        "probes": {"asked": state.probe.asked, "failed": state.probe.failed},
-        "warnings": [
-            {"cause": cause, "message": warned.message, "count": warned.count}
-            for cause, warned in sorted(state.warner.recent().items())
-        ],
+        "probes": {"asked": state.probe.times.count, "failed": state.probe.failed},
     }
 
 

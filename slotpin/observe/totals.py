@@ -22,6 +22,10 @@ class Histogram:
         self.counts = [0] * (len(self.edges) + 1)
         self.sum = 0.0
 
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
     def observe(self, seconds: float) -> None:
         self.counts[bisect_left(self.edges, seconds)] += 1
         self.sum += seconds

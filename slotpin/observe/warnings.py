@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,9 +26,11 @@ class Warner:
 
     def __init__(self, log: Log, clock: Callable[[], float]) -> None:
         self._log = log
+        self.totals: Counter[str] = Counter()  # by cause
         self._recent: TTLCache[str, Warned] = TTLCache(256, REPEAT_SECONDS, timer=clock)
 
     def warn(self, cause: str, message: str, **fields: object) -> None:
+        self.totals[cause] += 1
         if (known := self._recent.get(cause)) is not None:
             known.count += 1
             return

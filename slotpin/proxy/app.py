@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 
 from slotpin.config import Settings
 from slotpin.observe.log import Log
-from slotpin.observe.status import status
-from slotpin.pinning.conversations import session_ids
 from slotpin.pinning.endpoints import is_loopback
 from slotpin.proxy.bind import Bound, bind
 from slotpin.proxy.exchange import Exchange
 from slotpin.proxy.guard import Guard
 from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.listener import ClientConnection, Incoming
+from slotpin.proxy.own_routes import OwnRoutes, is_own
 from slotpin.proxy.replies import Reply, error
 from slotpin.proxy.state import State
 
-OWN_PREFIX = b"/slotpin"
 HEALTH = b"/slotpin/health"  # for whoever watches over slotpin, so without a key
 
 
@@ -28,6 +25,7 @@ class Proxy:
 
     def __init__(self, settings: Settings, log: Log) -> None:
         self.state = State(settings, log, time.monotonic)
+        self._own = OwnRoutes(self.state)
         self._connections: set[ClientConnection] = set()
         self._bound: Bound | None = None
         # Where it listens takes effect at the start; the rest of `listen` with each new settings.
@@ -52,6 +50,7 @@ class Proxy:
         if self._bound is not None:
             self._bound.close()
             self._bound = None
+        self._own.close()
         for connection in list(self._connections):
             connection.drain()
         if under_way := [connection.closed for connection in self._connections]:
@@ -72,28 +71,13 @@ class Proxy:
             self._guarding, self._guard = self.state.running, self._new_guard()
         return self._guard.refusal(head)
 
-    def _own_route(self, head: RequestHead, path: bytes) -> Reply:
-        """Everything under `/slotpin/`; no other path is slotpin's."""
-        method = head.method
-        if method == "POST" and path == b"/slotpin/forget":
-            ids = session_ids(head.get, None, self.state.running.session_headers)
-            return _json({"forgotten": self.state.forget(ids)})
-        if method in ("GET", "HEAD"):
-            if path == HEALTH:
-                return _json({"status": "ok"})
-            if path == b"/slotpin/status":
-                return _json(status(self.state))
-        what = f"{method} {path.decode('latin-1')}"
-        return error(404, "not_found", f"there is no {what}; see /slotpin/status and /slotpin/health")
-
     async def _handle(self, incoming: Incoming) -> None:
         path = incoming.head.target.partition(b"?")[0]
         try:
             if path != HEALTH and (refusal := self._refusal(incoming.head)):
                 incoming.reply(refusal)
-            elif path == OWN_PREFIX or path.startswith(OWN_PREFIX + b"/"):
-                await incoming.body.read()
-                incoming.reply(self._own_route(incoming.head, path))
+            elif is_own(path):
+                await self._own.handle(incoming, path)
             else:
                 await Exchange(self.state, incoming).run()
         except Exception:
@@ -102,7 +86,3 @@ class Proxy:
                 incoming.abort()
             else:
                 incoming.reply(error(500, "bug", "an error of slotpin's own; its log has the details"))
-
-
-def _json(value: object) -> Reply:
-    return Reply(200, json.dumps(value).encode(), ((b"Content-Type", b"application/json"),))

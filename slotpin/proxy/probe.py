@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 from cachetools import LRUCache, TTLCache
 
+from slotpin.observe.totals import Histogram
 from slotpin.pinning.decision import Probed, Unverified
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.topology import Topology, TopologyError, parse_topology
@@ -58,8 +59,8 @@ class Probe:
         self._builds: LRUCache[Target, str] = LRUCache(64)
         self._running: dict[Target, asyncio.Task[Probed]] = {}
         self._fronts: dict[Target, Front] = {}
-        self.asked = 0
         self.failed = 0
+        self.times = Histogram((0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2))
 
     async def topology(self, target: Target) -> Probed:
         """The server's slots, at most five seconds old, or why they are not known."""
@@ -120,9 +121,9 @@ class Probe:
         await self._questions.close()
 
     async def _ask(self, target: Target) -> Probed:
-        self.asked += 1
         asked_at = self._clock()
         probed = await self._get(target)
+        self.times.observe(self._clock() - asked_at)
         if isinstance(probed, Topology):
             self._verified[target] = self._latest[target] = (probed, asked_at)
         else:

@@ -202,7 +202,7 @@ async def test_concurrent_probes_share_one_request() -> None:
         release.set()
         assert {ids(probed) for probed in await asyncio.gather(*waiting)} == {(0, 1)}
         assert len(stub.requests) == 1
-        assert probe.asked == 1
+        assert probe.times.count == 1
 
 
 @on_loop

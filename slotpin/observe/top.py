@@ -1,0 +1,89 @@
+"""`slotpin status` and `slotpin top`: the board on a terminal, once or until somebody has seen enough."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from slotpin.errors import UserError
+from slotpin.observe.ask import look
+from slotpin.observe.screen import screen
+
+
+def new_console() -> Console:
+    return Console(highlight=False, emoji=False, markup=False)
+
+
+async def status(url: str) -> None:
+    console = new_console()
+    console.print(screen(await look(url), url, console))
+
+
+async def top(url: str, interval: float, count: int | None) -> None:
+    """Show the board every `interval` seconds, `count` times or until q or Ctrl-C. Not on a terminal: as text."""
+    console = new_console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        await _printed(console, url, interval, count)
+        return
+    with _pressed(b"qQ") as quit_, Live(console=console, screen=True, auto_refresh=False) as live:
+        shown = 0
+        board = await look(url)  # a slotpin that is not there is an error at the start only
+        while True:
+            live.update(screen(board, url, console), refresh=True)
+            shown += 1
+            if shown == count:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(quit_.wait(), interval)
+            if quit_.is_set():
+                return
+            try:
+                board = await look(url)
+            except UserError as error:
+                live.update(Text(f"{error}\n\ntrying again every {interval:g} s; q ends it"), refresh=True)
+
+
+async def _printed(console: Console, url: str, interval: float, count: int | None) -> None:
+    shown = 0
+    while True:
+        console.print(screen(await look(url), url, console))
+        shown += 1
+        if shown == count:
+            return
+        console.print()
+        await asyncio.sleep(interval)
+
+
+@contextlib.contextmanager
+def _pressed(keys: bytes) -> Iterator[asyncio.Event]:
+    """An event that one of these keys sets; where the keyboard can't be read, it stays as it is."""
+    event = asyncio.Event()
+    try:
+        import termios
+        import tty
+
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield event
+        return
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if any(key in keys for key in os.read(number, 64)):
+            event.set()
+
+    tty.setcbreak(number)
+    loop.add_reader(number, read)
+    try:
+        yield event
+    finally:
+        loop.remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
