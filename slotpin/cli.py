@@ -320,8 +320,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> None:
     url = _url(options)
     if options.json:
-        reply = asyncio.run(ask.get(url, "/slotpin/status"))
-        print(json.dumps(json.loads(reply.body), indent=2, ensure_ascii=False))
+        print(json.dumps(json.loads(asyncio.run(ask.status(url))), indent=2, ensure_ascii=False))
     else:
         from slotpin.observe.top import status  # what draws is loaded by nothing else
 

@@ -34,18 +34,19 @@ def screen(board: Board, url: str, console: Console) -> RenderableType:
 
 
 def _head(board: Board, url: str) -> Text:
-    mode = "off, nothing is pinned" if board.mode is False else str(board.mode).lower()
+    mode = "off" if board.mode is False else str(board.mode).lower()
     totals = board.totals
     prompt = totals.cached + totals.evaluated
     share = f" ({100 * totals.cached / prompt:.0f}%)" if prompt else ""
+    requests = "1 request" if totals.exchanges == 1 else f"{totals.exchanges:,} requests"
+    build = f" ({board.build})" if board.build else ""
+    refused = f", {totals.refused} refused" if totals.refused else ""
     text = Text()
     text.append(f"slotpin {board.version}", "bold")
     text.append(f" at {url}, up {seconds(board.uptime_seconds)}, pinning {mode}\n")
-    text.append(f"in front of {board.upstream}{f' ({board.build})' if board.build else ''}\n", _QUIET)
-    text.append(f"{totals.exchanges} requests, {totals.cached:,} of {prompt:,} prompt tokens re-used{share}")
-    text.append(f"\nspared about {seconds(totals.spared_seconds)} of evaluation")
-    if totals.refused:
-        text.append(f", {totals.refused} refused")
+    text.append(f"in front of {board.upstream}{build}\n", _QUIET)
+    text.append(f"{requests}, {totals.cached:,} of {prompt:,} prompt tokens re-used{share}\n")
+    text.append(f"spared about {seconds(totals.spared_seconds)} of evaluation{refused}")
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote_to_bytes
 
 import msgspec
 
@@ -67,7 +67,7 @@ class OwnRoutes:
             if name in self._pages:
                 return self._pages[name](head)
             if name.startswith(b"/requests/"):
-                return self._request(name.removeprefix(b"/requests/").decode("latin-1"))
+                return self._request(unquote_to_bytes(name.removeprefix(b"/requests/")).decode("utf-8", "replace"))
         what = f"{head.method} {path.decode('latin-1')}"
         return error(404, "not_found", f"there is no {what}; see /slotpin/, /slotpin/status and /slotpin/health")
 

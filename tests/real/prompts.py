@@ -29,6 +29,6 @@ def chat(text: str = "hello", tokens: int = 4, **more: object) -> dict[str, Any]
     return {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0, **more}
 
 
-def prose(words: int, seed: int) -> str:
+def prose(words: int, seed: int | str) -> str:
     """Words of about one token each, the same for the same seed."""
     return " ".join(random.Random(seed).choices(WORDS, k=words))

@@ -127,8 +127,8 @@ def _run(*command: str) -> str:
     environment = os.environ | {"LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.startswith(("E:", "dpkg-deb:"))] or ["it said nothing"]
-        raise UnavailableError(f"{' '.join(command[:1])} {command[-1]}: {said[0]}")
+        said = [line for line in done.stderr.splitlines() if line.startswith(("E:", "dpkg-deb:"))]
+        raise UnavailableError(f"{command[0]} {command[-1]}: {said[0] if said else 'it said nothing'}")
     return done.stdout
 
 

@@ -105,7 +105,7 @@ function latestRow(record) {
 /** A round number at least as large, for the top of the axis. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return [1, 2, 4, 5, 10].map((step) => step * power).find((step) => step >= value);
+  return [1, 1.2, 1.6, 2, 3, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value);
 }
 
 function describe(record) {
