@@ -33,7 +33,7 @@ from tests.support.debian import UnavailableError
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/proxy.md"
 # Enough for every session of a run, so that nobody waits at a gate.
-SLOTS, SLOTS_FOR_MANY = 128, 1300
+SLOTS, SLOTS_FOR_MANY = 72, 1300
 ROUNDS, QUICK_ROUNDS, SLOW_ROUNDS = 7, 2, 2
 QUICK_SCALE = 0.3
 METHOD = """# What a proxy costs

@@ -39,13 +39,16 @@ class Metric:
 
 
 def chat(wish: str, size: int = 600, stream: bool = False) -> bytes:
-    """A chat request of about `size` bytes, its text like that of an agent's session; `wish` is for the stub."""
+    """A chat request of about `size` bytes, its text like that of an agent's session; `wish` is for the stub.
+
+    The client puts something of its own in the place of #SESSION: requests that say the same are one conversation.
+    """
     messages = [{"role": "system", "content": f"@bench {wish}@ You are a careful assistant for a small repository."}]
     text = 'def total(rows):\n    """Sum of the rows\' amounts."""\n    return sum(row.amount for row in rows)\n\n'
     number, left = 0, size - 400
     while left > 0:
         role = "user" if number % 2 == 0 else "assistant"
-        content = (f"{number}. Look at this:\n" + text * 25)[: max(10, min(2500, left))]
+        content = (f"{number}. #SESSION asks:\n" + text * 25)[: max(40, min(2500, left))]
         messages.append({"role": role, "content": content})
         left -= len(json.dumps(messages[-1])) + 2
         number += 1

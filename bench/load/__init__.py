@@ -122,7 +122,8 @@ class Wire:
             f"X-Slotpin-Session: {session}",
             f"Content-Length: {len(body)}",
         ]
-        self.writer.write("\r\n".join([*head, "", ""]).encode() + body)
+        own = body.replace(b"#SESSION", f"{session:>8}".encode()[-8:])
+        self.writer.write("\r\n".join([*head, "", ""]).encode() + own)
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@
  *
  * Sends the body to PATH on each of the connections, one request after the other, until the seconds are over or that
  * many requests are answered (0: no limit), then prints one JSON object: times in nanoseconds. Each connection is a
- * session of its own. A content frame has T<nanoseconds>T in its text, the monotonic clock when it was made (see
- * stub.c); from that comes its delay. */
+ * session of its own, also by what it says: #SESSION near the body's front becomes its number. A content frame has
+ * T<nanoseconds>T in its text, the monotonic clock when it was made (see stub.c); from that comes its delay. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -26,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HEAD_MAX = 65536, READ_MAX = 1 << 20, STAMP_DIGITS = 12 };
+enum { HEAD_MAX = 65536, READ_MAX = 1 << 20, STAMP_DIGITS = 12, FRONT_MAX = 2048 };
 
 enum state { READ_HEAD, READ_BODY, READ_TO_END, READ_SIZE, READ_CHUNK, READ_CHUNK_END, READ_TRAILER };
 
@@ -37,11 +37,10 @@ struct times {
 
 struct connection {
     int fd;
-    int number;
     bool sending;
-    size_t sent; /* of request head and body together */
+    size_t sent; /* of request and body together */
     uint64_t since;
-    char request[1024];
+    char request[1024 + FRONT_MAX]; /* the head, and the body as far as it is this connection's own */
     size_t request_len;
     enum state state;
     char head[HEAD_MAX];
@@ -56,8 +55,8 @@ struct connection {
 };
 
 static int epoll_fd, port;
-static const char *path, *body;
-static size_t body_size;
+static const char *path, *front, *body; /* the body in two parts; the first has #SESSION at its end */
+static size_t front_size, body_size;
 static uint64_t started, stops_at, wanted, answered, failed, bytes;
 static int active;
 static struct times latencies, firsts, delays;
@@ -325,9 +324,27 @@ static void map_body(const char *file) {
         fail(file);
     }
     body_size = (size_t) status.st_size;
-    body = mmap(NULL, body_size, PROT_READ, MAP_PRIVATE | MAP_POPULATE, fd, 0);
-    if (body == MAP_FAILED) {
+    front = mmap(NULL, body_size, PROT_READ, MAP_PRIVATE | MAP_POPULATE, fd, 0);
+    if (front == MAP_FAILED) {
         fail(file);
+    }
+    const char *mark = memmem(front, body_size < FRONT_MAX ? body_size : FRONT_MAX, "#SESSION", 8);
+    front_size = mark != NULL ? (size_t) (mark + 8 - front) : 0;
+    body = front + front_size;
+    body_size -= front_size;
+}
+
+static void prepare_request(struct connection *c, int number, const char *session) {
+    c->request_len = (size_t) snprintf(c->request, 1024,
+        "POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
+        "Authorization: Bearer sk-bench\r\nAccept: */*\r\nUser-Agent: bench\r\nX-Slotpin-Session: %s-%d\r\n"
+        "Content-Length: %zu\r\n\r\n", path, port, session, number, front_size + body_size);
+    if (front_size > 0) {
+        char text[9];
+        snprintf(text, sizeof text, "%08d", number % 100000000);
+        memcpy(c->request + c->request_len, front, front_size - 8);
+        memcpy(c->request + c->request_len + front_size - 8, text, 8);
+        c->request_len += front_size;
     }
 }
 
@@ -349,11 +366,7 @@ int main(int count, char **arguments) {
         if (c == NULL) {
             fail("calloc");
         }
-        c->number = number;
-        c->request_len = (size_t) snprintf(c->request, sizeof c->request,
-            "POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
-            "Authorization: Bearer sk-bench\r\nAccept: */*\r\nUser-Agent: bench\r\nX-Slotpin-Session: %s-%d\r\n"
-            "Content-Length: %zu\r\n\r\n", path, port, arguments[7], number, body_size);
+        prepare_request(c, number, arguments[7]);
         open_connection(c);
     }
     started = now_ns();
