@@ -250,8 +250,16 @@ def unpinned(decision: Decision, reason: Reason) -> Decision:
     return Decision(Action.LEAVE, reason, warnings=(reason, *decision.warnings))
 
 
-def let_pass(refusal: Decision) -> Decision:
-    """The same verdict for a client that can't go on without an answer: forward unpinned, keep the warning."""
+def let_pass(refusal: Decision, settings: PinSettings, probed: Probed | None, request: Request) -> Decision:
+    """The same verdict for a client that can't go on without an answer: forward it, keep the warning.
+
+    Where only a turn is missing that it could belong to, it runs on the compactor's slot: a conversation that slotpin
+    has not seen yet, or no more, is less likely there than anywhere else. Otherwise the server chooses.
+    """
+    if refusal.reason is Reason.NO_BINDING and isinstance(request.client_id, Absent) and not _unpinnable(request):
+        slots = _verified_slots(settings, probed)
+        assert isinstance(slots, _Slots)  # asked before bindings are
+        return replace(_pin(refusal.reason, slots.compactor, request), unsafe=True, warnings=refusal.warnings)
     return replace(refusal, action=Action.LEAVE)
 
 

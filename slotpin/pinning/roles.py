@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slotpin.pinning.request import Opening
 
@@ -112,18 +112,29 @@ BUILTIN: tuple[Recogniser, ...] = (
         ),
     ),
     # Open WebUI: the DEFAULT_…_PROMPT_TEMPLATEs of backend/open_webui/config.py and utils/context_compaction.py.
+    # It goes on without these: a chat is then called after its first message (utils/middleware.py).
     Recogniser(
         "open-webui-task",
+        on_unsafe=OnUnsafe.REFUSE,
         user=(
             "### Task:\nGenerate a concise, 3-5 word title",
             "### Task:\nGenerate a concise title summarizing the chat history",
             "Create a concise, 3-5 word title with an emoji as a title for the",
             "### Task:\nGenerate 1-3 broad tags",
             "### Task:\nSuggest 3-5 relevant follow-up questions",
-            "### Task:\nAnalyze the chat history to determine the necessity of generating search queries",
+            "### Task:\nPredict 3-5 useful messages this user might naturally send next",
             "### Task:\nYou are an autocompletion system.",
+            "Your task is to reflect the speaker's likely facial expression through a fitting emoji.",
+        ),
+    ),
+    # For these the user waits.
+    Recogniser(
+        "open-webui-task",
+        user=(
+            "### Task:\nAnalyze the chat history to determine the necessity of generating search queries",
             "### Task:\nGenerate a detailed prompt for am image generation task",
             "### Task:\nSummarize the conversation history that will be compacted",
+            "You have been provided with a set of responses from various models to the latest user query: ",
         ),
     ),
     Recogniser("open-webui-task", last=("### Task:\nSummarize the conversation above that will be compacted",)),
@@ -142,6 +153,20 @@ class Classified:
 
 
 def classify(
+    path_role: Role | None,
+    header_role: Role | None,
+    recognisers: Sequence[Recogniser],
+    model: str | None,
+    api_key: str | None,
+    opening: Callable[[], Opening],
+    on_unsafe: OnUnsafe | None = None,
+) -> Classified:
+    """`on_unsafe` is the client's own word, which holds whatever its role was found by."""
+    found = _found(path_role, header_role, recognisers, model, api_key, opening)
+    return found if on_unsafe is None else replace(found, on_unsafe=on_unsafe)
+
+
+def _found(
     path_role: Role | None,
     header_role: Role | None,
     recognisers: Sequence[Recogniser],

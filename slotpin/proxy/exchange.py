@@ -15,10 +15,10 @@ from slotpin.pinning.route import Route, read_route
 from slotpin.proxy.admission import busy_message, last_look
 from slotpin.proxy.answer import Answer, Watch
 from slotpin.proxy.forward import Forward, Forwarded
-from slotpin.proxy.headers import Headers
+from slotpin.proxy.headers import Headers, RequestHead
 from slotpin.proxy.ledger import Ledger
 from slotpin.proxy.listener import Incoming
-from slotpin.proxy.plan import ROLES, Plan, Planner
+from slotpin.proxy.plan import ON_UNSAFE, ROLES, Plan, Planner
 from slotpin.proxy.replies import Reply, error, refusal
 from slotpin.proxy.state import State
 from slotpin.proxy.upstream import Address
@@ -41,7 +41,7 @@ class Exchange:
 
     async def run(self) -> None:
         head = self._incoming.head
-        if reply := _bad_request(head.method, head.get(b"x-slotpin-role")):
+        if reply := _bad_request(head):
             self._incoming.reply(reply)
             return
         await self._incoming.flow.drain()  # of the answer before, where requests were sent ahead
@@ -169,13 +169,18 @@ class Exchange:
         return None
 
 
-def _bad_request(method: str, role: bytes | None) -> Reply | None:
-    if method == "CONNECT":
+def _bad_request(head: RequestHead) -> Reply | None:
+    if head.method == "CONNECT":
         return error(405, "method_not_allowed", "CONNECT is not served; slotpin fronts llama-server only")
-    if role and role.lower() not in ROLES:
-        shown = _printable(role.decode("latin-1")).decode()
-        return error(400, "invalid_role", f'X-Slotpin-Role: "{shown}" is not a role; use main or compactor')
+    if (role := head.get(b"x-slotpin-role")) and role.lower() not in ROLES:
+        return error(400, "invalid_role", f"X-Slotpin-Role: {_shown(role)} is not a role; use main or compactor")
+    if (word := head.get(b"x-slotpin-on-unsafe")) and word.lower() not in ON_UNSAFE:
+        return error(400, "invalid_on_unsafe", f"X-Slotpin-On-Unsafe: {_shown(word)} is neither refuse nor pass")
     return None
+
+
+def _shown(value: bytes) -> str:
+    return f'"{_printable(value.decode("latin-1")).decode()}"'
 
 
 def _printable(text: str) -> bytes:

@@ -115,7 +115,8 @@ class Planner:
             self._side(plan, server, request, ids, turn, body)
         self._find_gate(plan, request, server)
         plan.tracked = self._shares_slots
-        if plan.decision.reason in _CHOSEN and not server.pinning_helps(self._running.retry_seconds):
+        chosen = plan.decision.action is Action.PIN and plan.decision.reason is not Reason.VOUCHED
+        if chosen and not server.pinning_helps(self._running.retry_seconds):
             plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
         return plan
 
@@ -212,7 +213,7 @@ class Planner:
         candidates = state.bindings.candidates(conversation, server.model)
         decision = decide_compactor(pin, plan.probed, request, candidates)
         if decision.action is Action.REFUSE and plan.classified.on_unsafe is OnUnsafe.PASS:
-            decision = let_pass(decision)
+            decision = let_pass(decision, pin, plan.probed, request)
         if decision.action is Action.PIN:
             server.placement.compactor_used(state.clock())
         plan.decision = decision
@@ -225,12 +226,18 @@ class Planner:
             body.model,
             self._api_key(),
             cache(lambda: read_opening(body)),
+            self._on_unsafe,
         )
 
     @property
     def header_role(self) -> Role | None:
         value = self._head.get(b"x-slotpin-role")
         return ROLES[value.lower()] if value else None
+
+    @property
+    def _on_unsafe(self) -> OnUnsafe | None:
+        value = self._head.get(b"x-slotpin-on-unsafe")
+        return ON_UNSAFE[value.lower()] if value else None
 
     def _api_key(self) -> str | None:
         scheme, _, token = (self._head.get(b"authorization") or b"").partition(b" ")
@@ -239,6 +246,5 @@ class Planner:
 
 
 ROLES: dict[bytes, Role] = {role.encode(): role for role in Role}
-# Decisions by which slotpin chose the slot after looking at the server.
-_CHOSEN = (Reason.PINNED, Reason.EXTENDS_CONVERSATION)
+ON_UNSAFE: dict[bytes, OnUnsafe] = {each.encode(): each for each in OnUnsafe}
 _NOBODY = "?"  # no conversation's key

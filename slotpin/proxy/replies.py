@@ -75,8 +75,11 @@ def late_error(shape: Shape, status: int, body: bytes) -> bytes:
 
 
 def refusal(decision: Decision) -> Reply:
-    """409 for what only a person can change, 503 for what passes; clients retry neither in vain."""
+    """409 for what only a person can change, 503 for what passes.
+
+    The openai and anthropic packages try a 409 again unless told not to (`_should_retry` in their base client).
+    """
     message = explain(decision.reason, decision.detail)
     if EXPLANATIONS[decision.reason].passes:
         return error(503, decision.reason, message, ((b"Retry-After", b"%d" % RETRY_AFTER_SECONDS),))
-    return error(409, decision.reason, message)
+    return error(409, decision.reason, message, ((b"X-Should-Retry", b"false"),))

@@ -53,6 +53,10 @@ def own(head: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in head.items() if name.startswith("x-slotpin-")}
 
 
+def summary(id_: str) -> dict[str, str]:
+    return {"x-slotpin-session": id_, "x-slotpin-role": "compactor", "x-slotpin-on-unsafe": "pass"}
+
+
 def decisions(proxy: Slotpin) -> list[tuple[Any, ...]]:
     return [
         (event["role"], event["found_by"], event.get("slot"), event["reason"])
@@ -60,7 +64,7 @@ def decisions(proxy: Slotpin) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_turns_and_summaries_carry_the_session_and_turns_their_role(tmp_path: Path) -> None:
+def test_turns_and_summaries_carry_their_session_and_role(tmp_path: Path) -> None:
     with llama() as server, slotpin(tmp_path, server.url) as proxy, relay(proxy.url) as wire:
         with pi(tmp_path / "pi", wire.url) as session:
             turns(session)
@@ -69,8 +73,8 @@ def test_turns_and_summaries_carry_the_session_and_turns_their_role(tmp_path: Pa
             id_ = session_id(session)
         turn = {"x-slotpin-session": id_, "x-slotpin-role": "main"}
         heads = sorted((own(head) for head in wire.heads(CHAT)), key=len)
-        assert heads == [{"x-slotpin-session": id_}, turn, turn, turn]
-        main, side = ("main", "header", 0, "pinned"), ("compactor", "pi-summary", 1, "pinned")
+        assert heads == [turn, turn, turn, summary(id_)]
+        main, side = ("main", "header", 0, "pinned"), ("compactor", "header", 1, "pinned")
         assert decisions(proxy) == [main, main, side, main]
         # Twice for the summary, whose answer Pi does not show to extensions; never for a turn.
         assert len(wire.heads("/slotpin/status")) == 2
@@ -102,8 +106,8 @@ def test_a_branch_summary_carries_the_session(tmp_path: Path) -> None:
             notices = [notice["message"] for notice in shown(session, "notify")]
         turn = {"x-slotpin-session": id_, "x-slotpin-role": "main"}
         assert [*map(own, wire.heads(CHAT))].count(turn) == 2
-        assert [*map(own, wire.heads(CHAT))].count({"x-slotpin-session": id_}) == 1
-        assert decisions(proxy)[-1] == ("compactor", "pi-summary", None, "no_binding")
+        assert [*map(own, wire.heads(CHAT))].count(summary(id_)) == 1
+        assert decisions(proxy)[-1] == ("compactor", "header", 1, "no_binding")
     assert len(notices) == 2
     assert notices[0].startswith("slotpin: ")
 
@@ -131,7 +135,7 @@ def test_each_of_three_sessions_has_its_slot_and_its_own_compaction(tmp_path: Pa
         for session in sessions:
             assert session.call("compact")["success"]
         assert [each for each in decisions(proxy) if each[0] == "compactor"] == [
-            ("compactor", "pi-summary", 1, "pinned")
+            ("compactor", "header", 1, "pinned")
         ] * 3
         # A session that slotpin forgets has no ticket for its compaction, though the others have theirs.
         turns(sessions[0], 2)
@@ -168,7 +172,7 @@ def test_with_one_slot_a_compaction_succeeds_and_the_user_knows_why(tmp_path: Pa
             turns(session)
             assert session.call("compact")["success"]
             (notice,) = shown(session, "notify")
-        assert decisions(proxy)[-1] == ("compactor", "pi-summary", None, "too_few_slots")
+        assert decisions(proxy)[-1] == ("compactor", "header", None, "too_few_slots")
     assert "--parallel 2" in notice["message"]
 
 

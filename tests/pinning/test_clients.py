@@ -252,9 +252,13 @@ OPEN_WEBUI_SIDE = {
         "Create a concise, 3-5 word title with an emoji as a title for the chat history, in the"
     ),
     "tags": task("Generate 1-3 broad tags categorizing the main themes of the chat history"),
-    "follow-ups": task("Suggest 3-5 relevant follow-up questions or prompts that the user might naturally ask"),
-    "queries": task("Analyze the chat history to determine the necessity of generating search queries, in the given"),
+    "follow-ups": task("Predict 3-5 useful messages this user might naturally send next to advance their current"),
+    "older follow-ups": task("Suggest 3-5 relevant follow-up questions or prompts that the user might naturally ask"),
     "autocompletion": task("You are an autocompletion system. Continue the text in `<text>`"),
+    "emoji": open_webui("Your task is to reflect the speaker's likely facial expression through a fitting emoji. In"),
+}
+OPEN_WEBUI_AWAITED = {
+    "queries": task("Analyze the chat history to determine the necessity of generating search queries, in the given"),
     "image prompt": task("Generate a detailed prompt for am image generation task based on the given language"),
     "choice of a tool": open_webui(
         "Query: History:\nUSER: hi\nQuery: hi", message("system", 'Available Tools: [{"name": "t"}]\n\nYour task is to')
@@ -263,6 +267,9 @@ OPEN_WEBUI_SIDE = {
     "compaction as a fork": open_webui(
         "### Task:\nSummarize the conversation above that will be compacted out of the active chat context.",
         *HISTORY,
+    ),
+    "several models' answers made one": open_webui(
+        'You have been provided with a set of responses from various models to the latest user query: "hi"'
     ),
 }
 OPEN_WEBUI_MAIN = {
@@ -274,20 +281,27 @@ OPEN_WEBUI_MAIN = {
     "voice": open_webui("hi", message("system", "You are a friendly, concise voice assistant.")),
 }
 
-SIDE: dict[str, tuple[OnUnsafe, dict[str, Json]]] = {
-    "pi-summary": (OnUnsafe.PASS, PI_SIDE),
-    "pi-reasoning-zip": (OnUnsafe.REFUSE, ZIP_SIDE),
-    "opencode-summary": (OnUnsafe.PASS, OPENCODE_SIDE),
-    "claude-code-summary": (OnUnsafe.PASS, CLAUDE_SIDE),
-    "open-webui-task": (OnUnsafe.PASS, OPEN_WEBUI_SIDE),
-}
+SIDE: tuple[tuple[str, OnUnsafe, dict[str, Json]], ...] = (
+    ("pi-summary", OnUnsafe.PASS, PI_SIDE),
+    ("pi-reasoning-zip", OnUnsafe.REFUSE, ZIP_SIDE),
+    ("opencode-summary", OnUnsafe.PASS, OPENCODE_SIDE),
+    ("claude-code-summary", OnUnsafe.PASS, CLAUDE_SIDE),
+    ("open-webui-task", OnUnsafe.REFUSE, OPEN_WEBUI_SIDE),
+    ("open-webui-task", OnUnsafe.PASS, OPEN_WEBUI_AWAITED),
+)
 MAIN = {"pi": PI_MAIN, "opencode": OPENCODE_MAIN, "claude-code": CLAUDE_MAIN, "open-webui": OPEN_WEBUI_MAIN}
 
 
-@pytest.mark.parametrize(("rule", "what"), [(rule, what) for rule, (_, bodies) in SIDE.items() for what in bodies])
-def test_a_side_request_is_recognised(rule: str, what: str) -> None:
-    on_unsafe, bodies = SIDE[rule]
-    assert classified(bodies[what]) == Classified(Role.COMPACTOR, rule, on_unsafe)
+@pytest.mark.parametrize(
+    ("rule", "on_unsafe", "body"),
+    [
+        pytest.param(rule, on_unsafe, body, id=f"{rule}, {what}")
+        for rule, on_unsafe, bodies in SIDE
+        for what, body in bodies.items()
+    ],
+)
+def test_a_side_request_is_recognised(rule: str, on_unsafe: OnUnsafe, body: Json) -> None:
+    assert classified(body) == Classified(Role.COMPACTOR, rule, on_unsafe)
 
 
 @pytest.mark.parametrize(("client", "what"), [(client, what) for client, bodies in MAIN.items() for what in bodies])
@@ -298,7 +312,7 @@ def test_an_ordinary_turn_is_main(client: str, what: str) -> None:
 def test_each_opening_of_each_rule_is_needed_by_a_request() -> None:
     """Take any one away, and one of the requests above is no longer recognised as its client's."""
     for index, rule in enumerate(BUILTIN):
-        bodies = SIDE[rule.name][1].values()
+        bodies = [body for name, _, bodies in SIDE if name == rule.name for body in bodies.values()]
         for name in ("system", "user", "last"):
             openings: tuple[str, ...] = getattr(rule, name)
             for opening in openings:

@@ -323,8 +323,9 @@ def test_automatic_mode_does_not_decide_without_a_probe() -> None:
 
 
 def test_pass_forwards_what_refuse_does_not() -> None:
-    refusal = side_request(settings(), Unverified(Reason.PROBE_FAILED, "the API key is wrong"), [])
-    passed = let_pass(refusal)
+    probed = Unverified(Reason.PROBE_FAILED, "the API key is wrong")
+    refusal = side_request(settings(), probed, [])
+    passed = let_pass(refusal, settings(), probed, read(b"{}"))
     assert refusal.action is Action.REFUSE
     assert passed.action is Action.LEAVE
     assert passed.unsafe and passed.reason is Reason.PROBE_FAILED and passed.warnings == (Reason.PROBE_FAILED,)
@@ -332,6 +333,30 @@ def test_pass_forwards_what_refuse_does_not() -> None:
     body = b' {"id_slot":null} '
     assert forward(body, refusal) is None
     assert forward(body, passed) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        (b"{}", b'{"id_slot":1,"cache_prompt":true}'),
+        (b'{"cache_prompt":false}', b'{"id_slot":1,"cache_prompt":false}'),
+        (b'{"id_slot":1}', b'{"id_slot":1}'),
+        (b'{"id_slot":-2}', b'{"id_slot":-2}'),
+    ],
+)
+def test_what_must_pass_before_any_turn_runs_on_the_compactors_slot(body: bytes, sent: bytes) -> None:
+    refusal = side_request(settings(), slots(4), [], body)
+    passed = let_pass(refusal, settings(), slots(4), read(body))
+    assert passed.reason is Reason.NO_BINDING and passed.unsafe and passed.warnings == (Reason.NO_BINDING,)
+    assert forward(body, passed) == sent
+
+
+def test_what_must_pass_after_a_change_of_slots_is_not_pinned() -> None:
+    """The conversation may lie in what is the compactor's slot now."""
+    before = bound(settings(main=1, compactor=0, generation=1), slots(2))
+    refusal = side_request(settings(generation=2), slots(2), [before])
+    passed = let_pass(refusal, settings(generation=2), slots(2), read(b"{}"))
+    assert (passed.action, passed.reason, passed.slot) == (Action.LEAVE, Reason.SETTINGS_CHANGED, None)
 
 
 def test_an_unsafe_main_request_says_why() -> None:

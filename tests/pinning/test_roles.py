@@ -108,9 +108,9 @@ def test_every_condition_of_a_rule_must_hold(rule: Recogniser, matches: bool) ->
             "claude-code-summary",
             OnUnsafe.PASS,
         ),
-        (chat("### Task:\nGenerate a concise, 3-5 word title with an emoji"), "open-webui-task", OnUnsafe.PASS),
-        (chat("### Task:\nGenerate 1-3 broad tags categorizing the main themes"), "open-webui-task", OnUnsafe.PASS),
-        (chat("### Task:\nSuggest 3-5 relevant follow-up questions or prompts"), "open-webui-task", OnUnsafe.PASS),
+        (chat("### Task:\nGenerate a concise, 3-5 word title with an emoji"), "open-webui-task", OnUnsafe.REFUSE),
+        (chat("### Task:\nGenerate 1-3 broad tags categorizing the main themes"), "open-webui-task", OnUnsafe.REFUSE),
+        (chat("### Task:\nSuggest 3-5 relevant follow-up questions or prompts"), "open-webui-task", OnUnsafe.REFUSE),
     ],
 )
 def test_the_shipped_rules(value: dict[str, Any], name: str, on_unsafe: OnUnsafe) -> None:

@@ -40,6 +40,7 @@ def assert_refused(response: Response, status: int, code: str) -> None:
     assert response.get(b"Content-Type") == b"application/json"
     retry_after = response.get(b"Retry-After")
     assert (retry_after is not None and int(retry_after) > 0) if status == 503 else retry_after is None
+    assert response.get(b"X-Should-Retry") == (b"false" if status == 409 else None)
     assert response.get(b"X-Slotpin-Role") == b"compactor"
     assert response.get(b"X-Slotpin-Reason") == code.encode()
     assert response.get(b"X-Slotpin-Slot") is None
@@ -166,7 +167,7 @@ PI_SUMMARY = b'{"messages":[{"role":"system","content":"You are a context summar
 @pytest.mark.parametrize("custom", [False, True])
 @on_loop
 async def test_what_its_client_can_not_do_without_passes(custom: bool) -> None:
-    """Pi's own /compact: unpinned, with a warning."""
+    """Pi's own /compact: before any turn on the compactor's slot, with a warning."""
     rule = {"name": "mine", "model": "small", "onUnsafe": "pass"}
     body = b'{"model":"small","messages":[]}' if custom else PI_SUMMARY
     async with stub_upstream() as stub, running_proxy(settings_for(stub, recognisers={"custom": [rule]})) as running:
@@ -175,13 +176,42 @@ async def test_what_its_client_can_not_do_without_passes(custom: bool) -> None:
         assert response.get(b"X-Slotpin-Role") == b"compactor"
         assert response.get(b"X-Slotpin-Reason") == b"no_binding"
         assert (response.get(b"X-Slotpin-Warning") or b"").startswith(b"no_binding")
-        assert stub.requests[0].body == body
+        assert stub.requests[0].body == b'{"id_slot":1,"cache_prompt":true,' + body[1:]
         # The same by path or header is refused.
         assert_refused(await running.fetch(SIDE, body), 503, "no_binding")
         assert_refused(await running.fetch(CHAT, body, [b"X-Slotpin-Role: compactor"]), 503, "no_binding")
-        # And pinned, once it can be.
+        # And pinned without a warning, once it can be.
         await running.fetch()
-        assert (await running.fetch(body=body)).get(b"X-Slotpin-Slot") == b"1"
+        response = await running.fetch(body=body)
+        assert (response.get(b"X-Slotpin-Slot"), response.get(b"X-Slotpin-Reason")) == (b"1", b"pinned")
+
+
+PASS, REFUSE = b"X-Slotpin-On-Unsafe: pass", b"X-Slotpin-On-Unsafe: Refuse"
+
+
+@pytest.mark.parametrize(
+    ("target", "body", "headers", "passes"),
+    [
+        (SIDE, b"{}", [PASS], True),
+        (SIDE, b"{}", [REFUSE], False),
+        (CHAT, b"{}", [b"X-Slotpin-Role: compactor", PASS], True),
+        (CHAT, PI_SUMMARY, [], True),
+        (CHAT, PI_SUMMARY, [REFUSE], False),
+        (CHAT, PI_SUMMARY, [b"X-Slotpin-On-Unsafe:"], True),
+    ],
+)
+@on_loop
+async def test_the_client_says_whether_it_can_go_on_without(
+    target: str, body: bytes, headers: list[bytes], passes: bool
+) -> None:
+    async with stub_upstream(slots=1) as stub, running_proxy(settings_for(stub)) as running:
+        response = await running.fetch(target, body, headers)
+        if not passes:
+            assert_refused(response, 409, "too_few_slots")
+            return
+        assert (response.status, response.get(b"X-Slotpin-Reason")) == (200, b"too_few_slots")
+        assert (response.get(b"X-Slotpin-Warning") or b"").startswith(b"too_few_slots")
+        assert stub.requests[-1].body == body
 
 
 @on_loop

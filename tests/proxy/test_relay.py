@@ -384,15 +384,24 @@ async def test_own_request_headers_are_not_forwarded() -> None:
                 assert not [name for name in names if name.startswith(b"x-slotpin")]
 
 
-@pytest.mark.parametrize("role", [b"Admin", b"main,compactor", b"main compactor", b"\xff"])
+@pytest.mark.parametrize("value", [b"Admin", b"main,compactor", b"main compactor", b"pass, refuse", b"\xff"])
+@pytest.mark.parametrize(
+    ("name", "code", "known"),
+    [
+        (b"X-Slotpin-Role", "invalid_role", "main or compactor"),
+        (b"X-Slotpin-On-Unsafe", "invalid_on_unsafe", "refuse nor pass"),
+    ],
+)
 @pytest.mark.parametrize("target", ["/v1/chat/completions", "/compactor/v1/chat/completions", "/health"])
 @on_loop
-async def test_an_unknown_role_is_an_error(target: str, role: bytes) -> None:
+async def test_an_unknown_word_in_a_header_of_ours_is_an_error(
+    target: str, name: bytes, code: str, known: str, value: bytes
+) -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
-        response = await running.fetch(target, headers=[b"X-Slotpin-Role: " + role])
-        assert response.status == 400
+        response = await running.fetch(target, headers=[name + b": " + value])
+        assert (response.status, response.error["code"]) == (400, code)
         assert response.error["message"].startswith("slotpin: ")
-        assert "main or compactor" in response.error["message"]
+        assert known in response.error["message"]
         assert stub.requests == []
         assert (await running.fetch()).status == 200
 

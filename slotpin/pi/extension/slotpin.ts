@@ -46,10 +46,10 @@ export default function (pi: ExtensionAPI) {
 		const url = slotpinUrl(ctx);
 		if (url === undefined) return;
 		event.headers["X-Slotpin-Session"] = ctx.sessionManager.getSessionId();
-		// A summary gets no role: Pi can't go on without it, and slotpin refuses what has its role by header rather than
-		// pass it on. It recognises a summary by its text.
-		if (inTurn) event.headers["X-Slotpin-Role"] = "main";
-		else before ??= await warnings(url);
+		event.headers["X-Slotpin-Role"] = inTurn ? "main" : "compactor";
+		if (inTurn) return;
+		event.headers["X-Slotpin-On-Unsafe"] = "pass"; // Pi can't go on without a summary
+		before ??= await warnings(url);
 	});
 
 	// Pi does not show an extension the answer to a summary: what slotpin warned of meanwhile is asked for.
