@@ -37,6 +37,9 @@ _FORMS = tuple(
 )
 # Claude Code stamps each request; the server blanks the stamp (server-chat.cpp, normalize_anthropic_billing_header).
 _BILLING = re.compile(rb'("x-anthropic-billing-header:[^"]*?cch=)[^;"]{5}(?=;)')
+# Its version ends with digits of the first message, which a compaction replaces. The prompt begins anew then, but the
+# conversation is the same.
+_VERSION = re.compile(rb'("x-anthropic-billing-header: cc_version=)[^;"]*(?=;)')
 
 # What stands before such a summary: Pi (its core/messages.js). And how soon it comes in the message's JSON, in bytes.
 _SUMMARY_FOLLOWS = (b"The conversation history before this point was compacted into the following summary:",)
@@ -167,7 +170,8 @@ def _head(body: Body, shape: Shape) -> tuple[_Text, ...]:
     """What stands before the messages in the rendered prompt."""
     fields = body.fields
     if shape is Shape.ANTHROPIC:
-        return _BILLING.sub(rb"\1", _MARK.sub(b"", bytes(fields.system))), _MARK.sub(b"", bytes(fields.tools))
+        system = _VERSION.sub(rb"\1", _BILLING.sub(rb"\1", bytes(fields.system)))
+        return _MARK.sub(b"", system), _MARK.sub(b"", bytes(fields.tools))
     return (fields.instructions if shape is Shape.RESPONSES else b""), fields.tools
 
 

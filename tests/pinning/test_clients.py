@@ -136,7 +136,7 @@ OPENCODE_MAIN = {
 
 # Claude Code: Anthropic messages; before each system text its name, in 2.x before that a stamp.
 
-STAMP = "x-anthropic-billing-header: cc_version=2.1.332; cc_entrypoint=cli; cch=00000;"
+STAMP = "x-anthropic-billing-header: cc_version=2.1.332.9a2; cc_entrypoint=cli; cch=00000;"
 CLAUDE = "You are Claude Code, Anthropic's official CLI for Claude."
 CLAUDE_MAIN_TEXT = "\nYou are an interactive agent that helps users with software engineering tasks." + MORE
 REMINDER = "<system-reminder>\nAs you answer the user's questions, you can use the following context"
@@ -221,7 +221,7 @@ CLAUDE_MAIN = {
     "after a tool": claude_fork(),
     "after a tool, with a reminder": claude_fork("<system-reminder>\nThe task tools haven't been used recently."),
     "after a compaction": claude(
-        [STAMP, CLAUDE, CLAUDE_MAIN_TEXT],
+        [STAMP.replace("9a2", "cf6"), CLAUDE, CLAUDE_MAIN_TEXT],  # digits of the first message
         message("user", REMINDER, "This session is being continued from a previous conversation.", "go on"),
         tools=True,
     ),
