@@ -67,10 +67,12 @@ BUILTIN: tuple[Recogniser, ...] = (
         "pi-reasoning-zip", on_unsafe=OnUnsafe.REFUSE, system=("You compress reasoning traces.", _REASONING_ZIP)
     ),
     Recogniser("pi-reasoning-zip", on_unsafe=OnUnsafe.REFUSE, user=(_REASONING_ZIP,)),
-    # opencode: src/agent/prompt/{compaction,title,summary}.txt; its older compaction shares Claude Code's text.
+    # opencode 1.18.33, seen on the wire, and older: src/agent/prompt/{compaction,title,summary}.txt. Its oldest
+    # compaction shares Claude Code's text.
     Recogniser(
         "opencode-summary",
         system=(
+            "You are a context summarization agent.",
             "You are an anchored context summarization assistant",
             "You are a title generator. You output ONLY a thread title.",
             "Summarize what was done in this conversation",

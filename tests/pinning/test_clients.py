@@ -104,7 +104,7 @@ ZIP_SIDE = {
     "as user": {"model": "local", "messages": [message("user", f"{ZIP}\n\nSOURCE(JSON):\n")], **ZIP_FIELDS},
 }
 
-# opencode: chat by the AI SDK; a compaction has the whole conversation under another system text.
+# opencode: chat by the AI SDK; a compaction has the conversation under another system text, in older ones as messages.
 
 OPENCODE = "You are opencode, an interactive CLI tool that helps users with software engineering tasks." + MORE
 HISTORY = [message("user", "fix the bug"), message("assistant", "done")]
@@ -121,6 +121,10 @@ OPENCODE_SIDE = {
     "older title": opencode("You are a title generator. You output ONLY a thread title. Nothing else.", HISTORY[0]),
     "title, the user's own prompt": opencode("Four words at the most.", TITLE, HISTORY[0]),
     "compaction": opencode(
+        "You are a context summarization agent." + MORE,
+        message("user", "Here is the conversation so far:\n\n<conversation>\n[User]: fix the bug\n</conversation>"),
+    ),
+    "older compaction": opencode(
         "You are an anchored context summarization assistant for coding sessions." + MORE,
         *HISTORY,
         message("user", "Update the anchored summary"),
