@@ -26,7 +26,7 @@ class Pi:
     """A session in a folder of its own, which nothing of the developer's gets into. Ended with the block.
 
     `model` are further members of the model in models.json, `provider` of its provider, and `compaction` of that in
-    settings.json.
+    settings.json; `files` are texts to put there instead, by name.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Pi:
         model: Mapping[str, object] | None = None,
         compaction: Mapping[str, object] | None = None,
         provider: Mapping[str, object] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         self.events: list[Event] = []
         self._commands = 0
@@ -45,8 +46,11 @@ class Pi:
         self.agent = home / "agent"
         for folder in (self.folder, self.agent):
             folder.mkdir(parents=True, exist_ok=True)
-        self._write("models.json", {"providers": {PROVIDER: _provider(base_url, model or {}, provider or {})}})
-        self._write("settings.json", {"compaction": {"reserveTokens": 1024, **(compaction or {})}})
+        models = {"providers": {PROVIDER: _provider(base_url, model or {}, provider or {})}}
+        settings = {"compaction": {"reserveTokens": 1024, **(compaction or {})}}
+        written = {"models.json": json.dumps(models), "settings.json": json.dumps(settings), **(files or {})}
+        for name, content in written.items():
+            (self.agent / name).write_text(content)
         found = installed()
         command = [str(found.node), str(found.cli), "--mode", "rpc", "--no-session", "-nc", "-ns"]
         with self._stderr.open("wb") as stderr:
@@ -120,9 +124,6 @@ class Pi:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.events.append(json.loads(line))
-
-    def _write(self, name: str, content: object) -> None:
-        (self.agent / name).write_text(json.dumps(content))
 
 
 def answers(events: Sequence[Event]) -> list[Event]:
