@@ -55,6 +55,7 @@ class Claude:
             timeout=120,
         )
         assert done.returncode == 0, done
+        assert "assumes a context window" not in done.stdout + done.stderr
         return done.stdout
 
 
