@@ -9,7 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
-from slotpin import __version__
+from slotpin import __version__, systemd
 from slotpin.config import Loaded
 from slotpin.errors import UserError
 from slotpin.llama.cache import server_log
@@ -31,6 +31,7 @@ async def serve(load: Load) -> None:
     """Front a server that is already there, until a signal ends it."""
     with _signals() as stopped:
         async with _proxy(load) as proxy:
+            systemd.notify("READY=1")
             await _greet(proxy, ())
             await stopped.wait()
 
@@ -45,6 +46,7 @@ async def up(load: Load, binary: Path, args: Sequence[str], host: str, port: int
                 await server.start()
                 if not await _first(server.wait_ready(), stopped.wait()):
                     return
+                systemd.notify("READY=1")
                 await _greet(proxy, (f"  llama-server log  {server.log_path}",))
                 if await _first(server.wait(), stopped.wait()):
                     raise UserError(f"llama-server ended with {server.returncode}; log: {server.log_path}", 1)
@@ -72,7 +74,8 @@ async def _proxy(load: Load) -> AsyncIterator[Proxy]:
     settings = loaded.settings
     logs.configure(settings.log.format, settings.log.level)
     log = logs.get()
-    proxy = Proxy(settings, log)
+    proxy = Proxy(settings, log, systemd.listening_socket())
+    watchdog = asyncio.create_task(systemd.keep_watchdog())
     try:
         await proxy.start()
         for note in loaded.notes:
@@ -86,6 +89,7 @@ async def _proxy(load: Load) -> AsyncIterator[Proxy]:
             watch.cancel()
     finally:
         await proxy.stop()
+        watchdog.cancel()
 
 
 @contextlib.contextmanager
@@ -98,6 +102,7 @@ def _signals() -> Iterator[asyncio.Event]:
         if stopped.is_set():
             os._exit(130)
         stopped.set()
+        systemd.notify("STOPPING=1")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 from slotpin.config import Settings
 from slotpin.observe.log import Log
-from slotpin.pinning.endpoints import is_loopback
-from slotpin.proxy.bind import Bound, bind
+from slotpin.proxy.bind import Bound, address_of, bind
 from slotpin.proxy.exchange import Exchange
 from slotpin.proxy.guard import Guard
 from slotpin.proxy.headers import RequestHead
@@ -21,22 +21,32 @@ HEALTH = b"/slotpin/health"  # for whoever watches over slotpin, so without a ke
 
 
 class Proxy:
-    """`start`, then `apply` new settings as often as you like, then `stop`."""
+    """`start`, then `apply` new settings as often as you like, then `stop`.
 
-    def __init__(self, settings: Settings, log: Log) -> None:
+    `inherited` is a socket that listens already; where that is counts, not the settings.
+    """
+
+    def __init__(self, settings: Settings, log: Log, inherited: socket.socket | None = None) -> None:
         self.state = State(settings, log, time.monotonic)
         self._own = OwnRoutes(self.state)
         self._connections: set[ClientConnection] = set()
         self._bound: Bound | None = None
         # Where it listens takes effect at the start; the rest of `listen` with each new settings.
         self._at_start = settings.listen
+        if inherited is not None:
+            host, port = address_of(inherited)
+            self._at_start = settings.listen.model_copy(update={"host": host, "port": port})
+        self._inherited = inherited
         self._guarding = self.state.running
         self._guard = self._new_guard()
 
     async def start(self) -> None:
         """Listen; raises UserError when that can't be done."""
         self._bound = await bind(
-            self._at_start.host, self._at_start.port, lambda: ClientConnection(self._handle, self._connections)
+            self._at_start.host,
+            self._at_start.port,
+            lambda: ClientConnection(self._handle, self._connections),
+            self._inherited,
         )
 
     @property

@@ -36,9 +36,16 @@ class Bound:
                     path.unlink()
 
 
-async def bind(host: str, port: int, protocol: Callable[[], asyncio.Protocol]) -> Bound:
+async def bind(
+    host: str, port: int, protocol: Callable[[], asyncio.Protocol], inherited: socket.socket | None = None
+) -> Bound:
     """Listen; raises UserError when that can't be done."""
     loop = asyncio.get_running_loop()
+    if inherited is not None:  # what is given back as a file is the service manager's
+        on_path = inherited.family == socket.AF_UNIX
+        serve = loop.create_unix_server if on_path else loop.create_server
+        server = await serve(protocol, sock=inherited, backlog=BACKLOG)
+        return Bound(server, host if on_path else _url(host, port))
     if path := socket_path(host):
         try:
             _remove_left_behind(path)
@@ -51,7 +58,17 @@ async def bind(host: str, port: int, protocol: Callable[[], asyncio.Protocol]) -
     except (OSError, OverflowError) as problem:
         raise UserError(f"cannot listen on {host}:{port}: {_no_port(problem)}") from None
     address, port = server.sockets[0].getsockname()[:2]
-    return Bound(server, f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")
+    return Bound(server, _url(address, port))
+
+
+def address_of(listening: socket.socket) -> tuple[str, int]:
+    """As `listen.host` and `listen.port` would have it."""
+    name = listening.getsockname()
+    return (f"unix:{name}", 0) if listening.family == socket.AF_UNIX else (name[0], name[1])
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def _remove_left_behind(path: str) -> None:
