@@ -15,11 +15,14 @@ from slotpin import __version__
 from slotpin.checks import doctor, findings
 from slotpin.checks import verify as verifying
 from slotpin.checks.client import key_for_requests
+from slotpin.completion import SHELLS, script
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError
 from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
+from slotpin.llama.series import choose
+from slotpin.llama.source import find_source
 from slotpin.observe import ask
 from slotpin.pi import setup as pi
 from slotpin.pi.folder import agent_folder
@@ -30,9 +33,9 @@ from slotpin.service import serve, up
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
     arguments, after = _split(list(sys.argv[1:] if argv is None else argv))
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     if after and options.command is not _up:
-        _parser().error(f"nothing is passed on after --: {' '.join(after)}")
+        build_parser().error(f"nothing is passed on after --: {' '.join(after)}")
     options.server_args = after
     try:
         status: int | None = options.command(options)
@@ -57,13 +60,13 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1 :]
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slotpin",
         description="Keeps llama-server's KV cache for the conversation that owns it.",
         epilog="Configuration: docs/configuration.md",
     )
-    parser.add_argument("--version", action="version", version=f"slotpin {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show what this is, and which llama.cpp it builds")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     serve_parser = _command(commands, "serve", _serve, "run the proxy in front of a llama-server that is running")
@@ -167,7 +170,17 @@ def _parser() -> argparse.ArgumentParser:
     show_parser = _command(config_commands, "show", _config_show, "show each value in force and where it came from")
     _add_settings(show_parser)
     show_parser.add_argument("--json", action="store_true", help="as JSON")
+
+    completion_parser = _command(commands, "completion", _completion, "print what makes a shell complete this command")
+    completion_parser.add_argument("shell", choices=SHELLS)
     return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        source = find_source(None)
+        print(f"slotpin {__version__}\nllama.cpp {choose('all').stamp(source.name)}, source SHA-256 {source.key[:12]}")
+        parser.exit()
 
 
 def _command(
@@ -414,6 +427,10 @@ def _config_show(options: argparse.Namespace) -> None:
     for note in loaded.notes:
         print(f"# note: {note}")
     print("\n".join(describe(loaded)))
+
+
+def _completion(options: argparse.Namespace) -> None:
+    print(script(build_parser(), options.shell), end="")
 
 
 def _loader(

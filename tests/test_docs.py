@@ -74,7 +74,7 @@ def test_each_outcome_is_documented() -> None:
 def test_each_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    commands = re.findall(r"^    ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
+    commands = re.findall(r"^    ([a-z]+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
     assert commands
     for command in commands:
         assert f"`slotpin {command}" in section(OPERATIONS, "Commands")

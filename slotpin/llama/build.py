@@ -141,7 +141,7 @@ def _stamp(source: Source, series: Series) -> tuple[str, ...]:
     if not source.owned and not series.patches:
         return ()
     name = source.name if source.owned else source.key[:12]
-    stamp = f"{name}+slotpin.{series.digest}" if series.patches else name
+    stamp = series.stamp(name)
     return ("-DLLAMA_BUILD_NUMBER=0", f"-DLLAMA_BUILD_COMMIT={stamp}")
 
 

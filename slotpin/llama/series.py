@@ -41,6 +41,10 @@ class Series:
         text = "\n".join(patch.read_text(encoding="utf-8") for patch in self.patches)
         return frozenset(re.findall(r"^diff --git a/\S+ b/(\S+)$", text, re.MULTILINE))
 
+    def stamp(self, source: str) -> str:
+        """What a server that is built from a source of this name calls itself."""
+        return f"{source}+slotpin.{self.digest}" if self.patches else source
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(patch_name(patch) for patch in self.patches)

@@ -8,6 +8,7 @@ import time
 
 from slotpin.config import Settings
 from slotpin.observe.log import Log
+from slotpin.pinning.endpoints import is_loopback
 from slotpin.proxy.bind import Bound, address_of, bind
 from slotpin.proxy.exchange import Exchange
 from slotpin.proxy.guard import Guard

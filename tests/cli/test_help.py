@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from slotpin import __version__
+from slotpin.llama.series import choose
+from slotpin.llama.source import find_source
 from tests.support.program import run
 
 COMMANDS = [
@@ -23,6 +27,7 @@ COMMANDS = [
     ("config",),
     ("config", "check"),
     ("config", "show"),
+    ("completion",),
 ]
 
 
@@ -36,9 +41,40 @@ def test_every_command_has_help(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 def test_help_names_every_command(tmp_path: Path) -> None:
     text = run(tmp_path, "--help").stdout
-    assert all(f"\n    {words[0]} " in text for words in COMMANDS if words)
+    named = set(re.findall(r"^    ([a-z]+)(?:  |$)", text, re.MULTILINE))
+    assert named == {words[0] for words in COMMANDS if words}
 
 
 def test_version(tmp_path: Path) -> None:
     done = run(tmp_path, "--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"slotpin {__version__}\n", "")
+    source = find_source(None)
+    origin = f"{source.name}+slotpin.{choose('all').digest}, source SHA-256 {source.key[:12]}"
+    assert done.stdout.splitlines() == [f"slotpin {__version__}", f"llama.cpp {origin}"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+BASH = """
+. /dev/stdin
+complete_as() { COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_slotpin; echo "${COMPREPLY[*]}"; }
+complete_as slotpin se
+complete_as slotpin pi set
+complete_as slotpin serve --up
+complete_as slotpin up --model mod
+"""
+
+
+def test_bash_completes_commands_options_and_files(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    script = run(tmp_path, "completion", "bash").stdout
+    done = subprocess.run(["bash", "-c", BASH], input=script, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.stderr) == (["serve", "setup", "--upstream", "model.gguf"], "")
+
+
+def test_zsh_gets_its_own_script(tmp_path: Path) -> None:
+    assert run(tmp_path, "completion", "zsh").stdout.startswith("#compdef slotpin\n")
+
+
+def test_a_shell_that_is_not_known(tmp_path: Path) -> None:
+    done = run(tmp_path, "completion", "ksh")
+    assert done.returncode == 2
+    assert "choose from" in done.stderr
