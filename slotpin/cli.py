@@ -22,7 +22,7 @@ from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
 from slotpin.llama.series import choose
-from slotpin.llama.source import find_source
+from slotpin.llama.source import SDIST
 from slotpin.observe import ask
 from slotpin.pi import setup as pi
 from slotpin.pi.folder import agent_folder
@@ -178,8 +178,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        source = find_source(None)
-        print(f"slotpin {__version__}\nllama.cpp {choose('all').stamp(source.name)}, source SHA-256 {source.key[:12]}")
+        stamp = choose("all").stamp(f"{SDIST.name}-{SDIST.version}")
+        print(f"slotpin {__version__}\nllama.cpp {stamp}, source SHA-256 {SDIST.sha256[:12]}")
         parser.exit()
 
 

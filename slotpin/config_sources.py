@@ -5,6 +5,7 @@ Nothing here knows the settings' models; `config.py` validates what this module 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -56,8 +57,13 @@ def find_config(explicit: Path | None, environ: Mapping[str, str], cwd: Path) ->
         if not name:
             raise UserError(f"{CONFIG_VARIABLE} is empty; set it to the path of a file, or unset it")
         return _required(cwd / name, CONFIG_VARIABLE)
-    folders = (cwd, platformdirs.user_config_path("slotpin", appauthor=False))
-    return next((path for folder in folders if _exists(path := folder / "slotpin.json")), None)
+    return next((path for folder in _folders(cwd) if _exists(path := folder / "slotpin.json")), None)
+
+
+def _folders(cwd: Path) -> Iterator[Path]:
+    yield cwd
+    with contextlib.suppress(RuntimeError):  # no home folder: a bare user id, as in a container
+        yield platformdirs.user_config_path("slotpin", appauthor=False)
 
 
 def _required(path: Path, source: str) -> Path:

@@ -17,11 +17,17 @@ Report = Callable[[str], None]
 
 
 def cache_dir() -> Path:
-    """`$SLOTPIN_CACHE_DIR`, else the platform's user cache folder for slotpin. It may not exist yet."""
+    """`$SLOTPIN_CACHE_DIR`, else the platform's user cache folder for slotpin. It may not exist yet.
+
+    Raises UserError for a user without a home folder.
+    """
     configured = os.environ.get("SLOTPIN_CACHE_DIR")
     if configured:
         return Path(configured).expanduser().absolute()
-    return user_cache_path("slotpin", appauthor=False)
+    try:
+        return user_cache_path("slotpin", appauthor=False)
+    except RuntimeError:
+        raise UserError("this user has no home folder for the cache; set SLOTPIN_CACHE_DIR") from None
 
 
 def server_log(port: int) -> Path:
