@@ -14,7 +14,7 @@ from types import MappingProxyType
 from slotpin import __version__
 from slotpin.checks import doctor, findings
 from slotpin.checks import verify as verifying
-from slotpin.checks.client import key_for_requests
+from slotpin.checks.client import key_for_requests, own_key
 from slotpin.completion import SHELLS, script
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError
@@ -331,37 +331,38 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> None:
-    url = _url(options)
+    place = _place(options)
     if options.json:
-        print(json.dumps(json.loads(asyncio.run(ask.status(url))), indent=2, ensure_ascii=False))
+        print(json.dumps(json.loads(asyncio.run(ask.status(place))), indent=2, ensure_ascii=False))
     else:
         from slotpin.observe.top import status  # what draws is loaded by nothing else
 
-        asyncio.run(status(url))
+        asyncio.run(status(place))
 
 
 def _top(options: argparse.Namespace) -> None:
     from slotpin.observe.top import top
 
-    asyncio.run(top(_url(options), options.interval, options.count))
+    asyncio.run(top(_place(options), options.interval, options.count))
 
 
 def _explain(options: argparse.Namespace) -> None:
-    found = asyncio.run(ask.explain(_url(options), options.request))
+    found = asyncio.run(ask.explain(_place(options), options.request))
     if options.json:
         print(json.dumps(json.loads(bytes(found.request)), indent=2, ensure_ascii=False))
     else:
         print("\n".join(f"{heading:<13} {text}" for heading, text in found.explained))
 
 
-def _url(options: argparse.Namespace) -> str:
+def _place(options: argparse.Namespace) -> ask.Place:
     """Where the slotpin is that a command asks."""
+    listen = _loader(options, {})().settings.listen
     if options.url is None:
-        return doctor.listen_url(_loader(options, {})().settings.listen)
+        return ask.Place(doctor.listen_url(listen), own_key(listen))
     url: str = options.url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"--url {options.url}: write http://HOST:PORT")
-    return url
+    if not url.startswith(("http://", "https://", "unix:/")):
+        raise UserError(f"--url {options.url}: write http://HOST:PORT or unix:/PATH")
+    return ask.Place(url, own_key(listen))
 
 
 def _pi_setup(options: argparse.Namespace) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from slotpin.checks.client import NoAnswerError, Reply, Server, session
+from slotpin.checks.client import NoAnswerError, Reply, Server
 from slotpin.errors import UserError
 from slotpin.observe.board import Board
+from slotpin.proxy.questions import Questions
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a slotpin listens, and a key that it takes."""
+
+    url: str
+    key: str
 
 
 class Explained(msgspec.Struct):
@@ -19,44 +29,44 @@ class Explained(msgspec.Struct):
     explained: list[tuple[str, str]]
 
 
-async def look(url: str) -> Board:
+async def look(place: Place) -> Board:
     """Raises UserError where no slotpin answers, as all of these do."""
-    return _read(url, await _get(url, "/slotpin/status"), Board)
+    return _read(place, await _get(place, "/slotpin/status"), Board)
 
 
-async def status(url: str) -> bytes:
+async def status(place: Place) -> bytes:
     """The whole of it, as JSON."""
-    reply = await _get(url, "/slotpin/status")
-    _read(url, reply, Board)
+    reply = await _get(place, "/slotpin/status")
+    _read(place, reply, Board)
     return reply.body
 
 
-async def explain(url: str, request: str) -> Explained:
+async def explain(place: Place, request: str) -> Explained:
     """By an id or its beginning. Raises UserError also where it is not known."""
-    reply = await _get(url, f"/slotpin/requests/{quote(request, safe='')}")
+    reply = await _get(place, f"/slotpin/requests/{quote(request, safe='')}")
     if reply.status != 200 and reply.error.startswith("slotpin: "):
         raise UserError(reply.error.removeprefix("slotpin: "), 1)
-    return _read(url, reply, Explained)
+    return _read(place, reply, Explained)
 
 
 Shape = TypeVar("Shape")
 
 
-def _read(url: str, reply: Reply, shape: type[Shape]) -> Shape:
+def _read(place: Place, reply: Reply, shape: type[Shape]) -> Shape:
     found = reply.read(shape) if reply.status == 200 else None
     if found is None:
-        raise _not_there(url, reply.error if reply.status != 200 else "what answers there is not slotpin")
+        raise _not_there(place, reply.error if reply.status != 200 else "what answers there is not slotpin")
     return found
 
 
-async def _get(url: str, path: str) -> Reply:
-    async with session() as http:
+async def _get(place: Place, path: str) -> Reply:
+    async with Questions() as questions:
         try:
-            return await Server(http, url, "none").get(path)
+            return await Server(questions, place.url, place.key).get(path)
         except NoAnswerError as error:
-            raise _not_there(url, str(error)) from None
+            raise _not_there(place, str(error)) from None
 
 
-def _not_there(url: str, why: str) -> UserError:
+def _not_there(place: Place, why: str) -> UserError:
     start = "start it with slotpin serve or slotpin up, or say with --url where it listens"
-    return UserError(f"no slotpin at {url}: {why}; {start}", 1)
+    return UserError(f"no slotpin at {place.url}: {why}; {start}", 1)

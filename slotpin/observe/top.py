@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from slotpin.errors import UserError
-from slotpin.observe.ask import look
+from slotpin.observe.ask import Place, look
 from slotpin.observe.screen import screen
 
 
@@ -21,22 +21,22 @@ def new_console() -> Console:
     return Console(highlight=False, emoji=False, markup=False)
 
 
-async def status(url: str) -> None:
+async def status(place: Place) -> None:
     console = new_console()
-    console.print(screen(await look(url), url, console))
+    console.print(screen(await look(place), place.url, console))
 
 
-async def top(url: str, interval: float, count: int | None) -> None:
+async def top(place: Place, interval: float, count: int | None) -> None:
     """Show the board every `interval` seconds, `count` times or until q or Ctrl-C. Not on a terminal: as text."""
     console = new_console()
     if not console.is_terminal or console.is_dumb_terminal:
-        await _printed(console, url, interval, count)
+        await _printed(console, place, interval, count)
         return
     with _pressed(b"qQ") as quit_, Live(console=console, screen=True, auto_refresh=False) as live:
         shown = 0
-        board = await look(url)  # a slotpin that is not there is an error at the start only
+        board = await look(place)  # a slotpin that is not there is an error at the start only
         while True:
-            live.update(screen(board, url, console), refresh=True)
+            live.update(screen(board, place.url, console), refresh=True)
             shown += 1
             if shown == count:
                 return
@@ -45,15 +45,15 @@ async def top(url: str, interval: float, count: int | None) -> None:
             if quit_.is_set():
                 return
             try:
-                board = await look(url)
+                board = await look(place)
             except UserError as error:
                 live.update(Text(f"{error}\n\ntrying again every {interval:g} s; q ends it"), refresh=True)
 
 
-async def _printed(console: Console, url: str, interval: float, count: int | None) -> None:
+async def _printed(console: Console, place: Place, interval: float, count: int | None) -> None:
     shown = 0
     while True:
-        console.print(screen(await look(url), url, console))
+        console.print(screen(await look(place), place.url, console))
         shown += 1
         if shown == count:
             return

@@ -18,6 +18,7 @@ import pytest
 from slotpin import __version__
 from tests.real.client import fetch
 from tests.real.prompts import chat
+from tests.support.processes import wait_until
 from tests.support.program import Program, assert_lines, command, environment, run
 
 NOBODY = "http://127.0.0.1:9/v1"
@@ -136,6 +137,7 @@ def test_the_log_is_set_by_flags(tmp_path: Path) -> None:
     flags = ("--port", "0", "--upstream", NOBODY, "--log-format", "console", "--log-level", "debug")
     with Program(tmp_path, "serve", *flags) as program:
         fetch(f"{program.url}/v1/chat/completions", chat())
+        wait_until(lambda: program.err.count("\n") == 2, "both lines are logged")
         decision, exchange = program.err.splitlines()
         assert "decision" in decision and "reason=disabled" in decision
         assert "main       any slot  disabled  unreachable  " in exchange

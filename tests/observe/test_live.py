@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slotpin.observe.ask import look
+from slotpin.observe.ask import Place, look
 from slotpin.observe.board import Board
 from slotpin.observe.screen import screen
 from tests.real.client import OpenRequest, fetch
@@ -68,7 +68,7 @@ def body(messages: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
 
 
 def test_the_board_is_what_happened(server: Llama, live: Slotpin) -> None:
-    board: Board = asyncio.run(look(live.url))
+    board: Board = asyncio.run(look(Place(live.url, "none")))
     slots = {slot.id: slot for slot in board.slots}
     assert slots.keys() == {0, 1, 2, 3}
     assert [slots[slot].client for slot in (0, 1, 2)] == ["pi", "pi", "opencode"]
@@ -91,7 +91,7 @@ def test_the_board_is_what_happened(server: Llama, live: Slotpin) -> None:
 def test_in_a_terminal(live: Slotpin, tmp_path: Path) -> None:
     console = Console(width=80, record=True, file=(tmp_path / "out").open("w"), force_terminal=True, highlight=False)
     with console.file:
-        console.print(screen(asyncio.run(look(live.url)), live.url, console))
+        console.print(screen(asyncio.run(look(Place(live.url, "none"))), live.url, console))
     text = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8484", console.export_text(clear=False))
     assert re.search(r"^ +0 +pi c\d+ +main +busy \d.*▇.* 1 *$", text, re.MULTILINE)
     assert re.search(r"^ +2 +opencode c\d+ +main +idle", text, re.MULTILINE)
