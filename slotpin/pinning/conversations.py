@@ -189,8 +189,13 @@ class Conversations:
 
     def advance(self, ids: Sequence[SessionId], turn: Turn, model: str | None, now: float) -> Conversation:
         """Take over a main request: as the next turn of its conversation, or as the first of a new one."""
+        return self.take(self.find(ids, turn, model), ids, turn, model, now)
+
+    def take(
+        self, conversation: Conversation | None, ids: Sequence[SessionId], turn: Turn, model: str | None, now: float
+    ) -> Conversation:
+        """Take over a main request that was found to go on with this conversation; None: it opens one."""
         ids = self._own_ids(ids, turn)
-        conversation = self.find(ids, turn, model)
         if conversation is None:
             self._count += 1
             conversation = Conversation(f"c{self._count}", model, turn, 0, now)

@@ -160,7 +160,7 @@ def _verified_slots(settings: PinSettings, probed: Probed | None) -> _Slots | De
     if main == compactor:
         return _unsafe(Reason.IDS_COLLIDE)
     # The server finds no slot for an id that it does not list, and then takes any (get_slot_by_id).
-    if set(probed.ids) != set(range(probed.count)):
+    if not probed.counts_from_0:
         return _unsafe(Reason.TOPOLOGY_INVALID, "its ids do not count from 0")
     return _Slots(main, compactor)
 

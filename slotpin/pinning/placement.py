@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,8 +47,9 @@ class Placement:
         self._layout: tuple[tuple[int, ...], int, int] | None = None
         self._now = 0.0
         self._compactor_used = False
-        # By slot: whose home it is, and who was placed there last.
+        # By slot: whose home it is, and who was placed there last. By conversation: its home.
         self._homes: dict[int, _Home] = {}
+        self._home_of: dict[str, int] = {}
         self._owner: dict[int, str] = {}
         # By conversation: where it was placed last, and how often lately.
         self._last_slot: LRUCache[str, int] = LRUCache(_MAX_CONVERSATIONS)
@@ -75,8 +76,8 @@ class Placement:
             self.note(key, main, now)
             return Placed(main, shared=False, enough=None)
         further = _further(topology, main, compactor, slots)
-        home = self._home_of(key, [main, *further])
-        if home is None:
+        home = self._home_of.get(key)
+        if home is None or (home != main and home not in further):
             home = self._free_home(topology, main, further, busy, now)
         if home is not None:
             self._move(key, home, now)
@@ -99,7 +100,7 @@ class Placement:
         """Where the conversation was placed last; None once another one has taken its home."""
         if (slot := self._last_slot.get(key)) is not None:
             return slot
-        return self._home_of(key, self._homes)
+        return self._home_of.get(key)
 
     def home_at(self, slot: int) -> str | None:
         """The conversation that keeps this slot."""
@@ -127,12 +128,10 @@ class Placement:
         self._layout = None
         self._compactor_used = False
         self._homes.clear()
+        self._home_of.clear()
         self._owner.clear()
         self._last_slot.clear()
         self._lately.clear()
-
-    def _home_of(self, key: str, slots: Iterable[int]) -> int | None:
-        return next((slot for slot in slots if slot in self._homes and self._homes[slot].key == key), None)
 
     def _free_home(
         self, topology: Topology, main: int, further: Sequence[int], busy: Collection[int], now: float
@@ -158,7 +157,7 @@ class Placement:
     def _shared_slot(self, key: str, main: int, compactor: int, busy: Collection[int], *, lend: bool) -> int:
         if not lend or self._compactor_used:
             return main
-        if self._home_of(key, [compactor]) is not None:
+        if self._home_of.get(key) == compactor:
             return compactor
         if self._owner.get(main) == key:
             return main  # its tokens are still there
@@ -169,14 +168,18 @@ class Placement:
         return max(3, sum(turns > 1 or other == key for other, turns in self._lately.items()) + 1)
 
     def _move(self, key: str, slot: int, now: float) -> None:
-        self._leave(key)
         former = self._homes.get(slot)
-        if former is not None and self._last_slot.get(former.key) == slot:
-            del self._last_slot[former.key]
+        if former is None or former.key != key:
+            self._leave(key)
+            if former is not None:
+                del self._home_of[former.key]
+                if self._last_slot.get(former.key) == slot:
+                    del self._last_slot[former.key]
+            self._home_of[key] = slot
         self._homes[slot] = _Home(key, now)
 
     def _leave(self, key: str) -> None:
-        if (home := self._home_of(key, self._homes)) is not None:
+        if (home := self._home_of.pop(key, None)) is not None:
             del self._homes[home]
 
     def _ran(self, key: str, slot: int, now: float) -> None:

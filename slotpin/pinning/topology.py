@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -42,17 +42,25 @@ class Topology:
     """Slots with distinct ids, in the server's order."""
 
     slots: tuple[Slot, ...]
+    # Made once: each decision reads them several times.
+    ids: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _by_id: dict[int, Slot] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(slot.id for slot in self.slots))
+        object.__setattr__(self, "_by_id", {slot.id: slot for slot in self.slots})
 
     @property
     def count(self) -> int:
         return len(self.slots)
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(slot.id for slot in self.slots)
+    def counts_from_0(self) -> bool:
+        """Whether the ids are 0 … n-1, in whatever order."""
+        return self._by_id.keys() == set(range(len(self.slots)))
 
     def slot(self, slot_id: int) -> Slot | None:
-        return next((slot for slot in self.slots if slot.id == slot_id), None)
+        return self._by_id.get(slot_id)
 
     @property
     def last_task(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 Header = tuple[bytes, bytes]
 Headers = list[Header]
@@ -28,7 +28,7 @@ _REQUEST_REWRITTEN = frozenset({b"host", b"content-length", b"expect"})
 _OWN_PREFIX = b"x-slotpin-"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestHead:
     """A request line and its headers, as sent. `target` is in origin form: path and query."""
 
@@ -38,10 +38,14 @@ class RequestHead:
     http10: bool
     keep_alive: bool
     host: bytes = b""
+    _first: dict[bytes, bytes] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._first = {name.lower(): value for name, value in reversed(self.headers)}
 
     def get(self, name: bytes) -> bytes | None:
         """First value of a header; `name` in lower case."""
-        return next((value for key, value in self.headers if key.lower() == name), None)
+        return self._first.get(name)
 
     @property
     def content_length(self) -> int | None:

@@ -23,7 +23,7 @@ from slotpin.pinning.message_end import Shape
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.request import Body, Opening, Request, read_body, read_opening
 from slotpin.pinning.reuse import WARN_TOKENS
-from slotpin.pinning.roles import Classified, OnUnsafe, Role, classify
+from slotpin.pinning.roles import NO_RECOGNISERS, Classified, OnUnsafe, Role, classify
 from slotpin.pinning.route import Route
 from slotpin.pinning.splice import splice
 from slotpin.pinning.topology import Topology
@@ -90,7 +90,9 @@ class Planner:
     def unread(self, route: Route, reason: Reason, raw: bytes | None) -> Plan:
         """For a body that isn't looked into. It may run in any slot, also in one that it names."""
         return Plan(
-            classify(route.role, self.header_role, (), None, None, Opening), Decision(Action.LEAVE, reason), raw
+            classify(route.role, self.header_role, NO_RECOGNISERS, None, None, Opening),
+            Decision(Action.LEAVE, reason),
+            raw,
         )
 
     async def plan(self, route: Route, raw: bytes) -> Plan:
@@ -104,7 +106,7 @@ class Planner:
         assert route.shape is not None
         turn = read_turn(body, route.shape)
         server, probed = await self._server(body.model)
-        request = replace(body.request, fans_out=body.completions > 1)
+        request = replace(body.request, fans_out=True) if body.completions > 1 else body.request
         if route.shape is Shape.ANTHROPIC:
             request = replace(request, route_pins=isinstance(probed, Topology) and await server.is_patched())
         ids = session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
@@ -156,7 +158,7 @@ class Planner:
         state, pin, now = self._state, self._running.pin, self._state.clock()
         before = state.conversations.find(ids, turn, body.model)
         plan.change = difference(before.turn, turn, body) if before is not None else None
-        conversation = plan.conversation = state.conversations.advance(ids, turn, body.model, now)
+        conversation = plan.conversation = state.conversations.take(before, ids, turn, body.model, now)
         decision = decide_main(pin, plan.probed, request)
         if isinstance(plan.probed, Topology) and (slot := decision.slot) is not None:
             if decision.action is Action.PIN:

@@ -17,7 +17,7 @@ from slotpin.pinning.bindings import Bindings
 from slotpin.pinning.conversations import Conversations, SessionId
 from slotpin.pinning.decision import PinSettings
 from slotpin.pinning.endpoints import normalised, same_endpoint, server_root, socket_path
-from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Role
+from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Recognisers, Role
 from slotpin.proxy.probe import Probe, Target
 from slotpin.proxy.server import Server
 from slotpin.proxy.upstream import Address, UpstreamPool
@@ -29,7 +29,7 @@ class Running:
 
     settings: Settings
     pin: PinSettings
-    recognisers: tuple[Recogniser, ...]
+    recognisers: Recognisers
     main: Address
     compactor: Address
     probe_target: Target
@@ -132,7 +132,7 @@ class State:
         await self.probe.close()
 
 
-def _recognisers(settings: Settings) -> tuple[Recogniser, ...]:
+def _recognisers(settings: Settings) -> Recognisers:
     """The user's own rules first, so that they can overrule a built-in one."""
     chosen = settings.recognisers
     own = tuple(
@@ -149,7 +149,7 @@ def _recognisers(settings: Settings) -> tuple[Recogniser, ...]:
         for rule in chosen.custom
     )
     switched_on = chosen.builtin.enabled()
-    return own + tuple(rule for rule in BUILTIN if rule.name in switched_on)
+    return Recognisers((*own, *(rule for rule in BUILTIN if rule.name in switched_on)))
 
 
 def _main_authorization(settings: Settings) -> bytes | None:

@@ -14,7 +14,7 @@ import pytest
 from slotpin.pinning.conversations import Conversations, parent_ids, session_ids
 from slotpin.pinning.message_end import Shape
 from slotpin.pinning.request import read_body, read_opening
-from slotpin.pinning.roles import BUILTIN, Classified, OnUnsafe, Recogniser, Role, classify
+from slotpin.pinning.roles import BUILTIN, Classified, OnUnsafe, Recogniser, Recognisers, Role, classify
 from slotpin.pinning.turn import Turn, read_turn
 
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ def function(name: str) -> Json:
 def classified(body: Json, rules: tuple[Recogniser, ...] = BUILTIN) -> Classified:
     read = read_body(json.dumps(body).encode())
     assert read is not None
-    return classify(None, None, rules, read.model, "none", lambda: read_opening(read))
+    return classify(None, None, Recognisers(rules), read.model, "none", lambda: read_opening(read))
 
 
 def turn_of(body: Json, shape: Shape = Shape.CHAT) -> Turn:
