@@ -41,7 +41,7 @@ def configure(form: Literal["auto", "console", "json"], level: str) -> None:
 
 
 def get() -> Log:
-    log: Log = structlog.get_logger()
+    log: Log = structlog.get_logger().bind()  # once and for all: else each event would bind anew
     return log
 
 

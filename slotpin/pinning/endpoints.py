@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ def same_endpoint(one: str, other: str) -> bool:
     return normalised(one) == normalised(other)
 
 
+@lru_cache(maxsize=256)  # asked for each request
 def normalised(base_url: str) -> tuple[str, str, int | None, str]:
     """The same for all spellings of one endpoint."""
     root = server_root(base_url)
