@@ -133,6 +133,8 @@ BUILTIN: tuple[Recogniser, ...] = (
             "[SUGGESTION MODE: ",
             "The user stepped away and is coming back.",
             "Generate a short kebab-case name (2-4 words)",
+            "Describe your most recent action in 3-5 words",
+            "<system-reminder>This is a side question from the user.",
         ),
     ),
     # Open WebUI: the DEFAULT_…_PROMPT_TEMPLATEs of backend/open_webui/config.py and utils/context_compaction.py.

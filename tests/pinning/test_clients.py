@@ -189,6 +189,8 @@ CLAUDE_SIDE = {
     "suggestion": claude_fork("[SUGGESTION MODE: Suggest what the user might naturally type next into Claude Code.]"),
     "recap": claude_fork("The user stepped away and is coming back. Recap in under 40 words"),
     "name of the session": claude_fork("Generate a short kebab-case name (2-4 words) that captures the main topic"),
+    "what a sub-agent does": claude_fork("Describe your most recent action in 3-5 words using present tense (-ing)."),
+    "side question": claude_fork("<system-reminder>This is a side question from the user. You must", "Which port?"),
     "title, 2.x": claude(
         [STAMP, CLAUDE, "You are naming a coding session so the user can pick it out of a long list of sessions."],
         message("user", "<session>\nfix the bug\n</session>\n\nWrite the title in English."),
