@@ -305,7 +305,7 @@ async def test_slotpins_own_routes() -> None:
 async def test_odd_bytes_in_any_position() -> None:
     """A few of what `bench/fuzz.py` throws."""
     async with stub_upstream(clean) as stub, running_proxy(settings_for(stub)) as running:
-        results = await throw_all(running, requests(3000, seed=20261130), patience=0.1)
+        results = await throw_all(running, requests(3000, seed=20261130), patience=0.3)
         assert results.total() == 3000
         assert results["200"] > 100
         assert results["400"] > 500

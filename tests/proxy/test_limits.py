@@ -37,7 +37,7 @@ def test_nothing_is_limited_by_default() -> None:
 async def test_a_client_that_does_not_finish_its_head(sent: bytes) -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(listener, "HEAD_SECONDS", 0.2)
+            patch.setattr(listener, "HEAD_SECONDS", 0.6)
             client = await running.client()
             await running.fetch("/slotpin/health", None)
         for byte in sent:
@@ -52,7 +52,7 @@ async def test_a_client_that_does_not_finish_its_head(sent: bytes) -> None:
 async def test_an_idle_client_is_let_go() -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(listener, "KEEP_ALIVE_SECONDS", 0.2)
+            patch.setattr(listener, "KEEP_ALIVE_SECONDS", 0.6)
             client = await running.client()
             await client.send(request("GET", "/x"))
             await client.read_response()
@@ -65,10 +65,10 @@ async def test_a_slow_body_is_waited_for() -> None:
     """The head is the client's; its body may take any time."""
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(listener, "HEAD_SECONDS", 0.1)
+            patch.setattr(listener, "HEAD_SECONDS", 0.6)
             client = await running.client()
             await client.send(request("POST", CHAT, None, [b"Content-Length: 2"]))
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.9)
             await client.send(b"{}")
             assert (await client.read_response()).status == 200
 
@@ -87,12 +87,12 @@ async def test_silence_before_the_answer(sent: tuple[bytes, ...], target: str) -
         await connection.send(*sent)
         await connection.gone()
 
-    timeouts = {"idleSeconds": 0.3}
+    timeouts = {"idleSeconds": 0.6}
     async with stub_upstream(script) as stub, running_proxy(settings_for(stub, timeouts=timeouts)) as running:
         await running.fetch(target, b'{"quick":1}')
         response = await asyncio.wait_for(running.fetch(target), 3)
         assert response.status == 502
-        assert "nothing came for 0.3 s (timeouts.idleSeconds)" in response.error["message"]
+        assert "nothing came for 0.6 s (timeouts.idleSeconds)" in response.error["message"]
         await until(lambda: stub.open == 0, "the upstream connection is closed")
 
 
@@ -101,11 +101,11 @@ async def test_silence_in_mid_answer() -> None:
     async def script(connection: Connection, _: Request) -> None:
         await connection.send(SSE_HEAD)
         for _turn in range(8):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.15)
             await connection.send(chunk(b"data: x\n\n"))  # each piece begins the time anew
         await connection.gone()
 
-    timeouts = {"idleSeconds": 0.4}
+    timeouts = {"idleSeconds": 1}
     async with stub_upstream(script) as stub, running_proxy(settings_for(stub, timeouts=timeouts)) as running:
         client = await running.client()
         await client.send(request("POST", CHAT, b"{}"))
@@ -122,23 +122,23 @@ async def test_a_client_that_reads_slowly_is_not_the_servers_silence() -> None:
     async def script(connection: Connection, _: Request) -> None:
         await connection.send(answer(body))
 
-    timeouts = {"idleSeconds": 0.2}
+    timeouts = {"idleSeconds": 0.6}
     async with stub_upstream(script) as stub, running_proxy(settings_for(stub, timeouts=timeouts)) as running:
         client = await running.client()
         client.stop_reading()
         await client.send(request("GET", "/x"))
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.5)
         client.go_on_reading()
         assert len((await client.read_response()).body) == len(body)
 
 
 @on_loop
 async def test_a_client_that_sends_slowly_is_not_the_servers_silence() -> None:
-    timeouts = {"idleSeconds": 0.2}
+    timeouts = {"idleSeconds": 0.6}
     async with stub_upstream() as stub, running_proxy(settings_for(stub, timeouts=timeouts)) as running:
         client = await running.client()
         await client.send(request("POST", "/upload", None, [b"Content-Length: 2"]))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
         await client.send(b"{}")
         assert (await client.read_response()).status == 200
 
@@ -148,11 +148,11 @@ async def test_a_kept_connection_is_not_silent() -> None:
     async def script(connection: Connection, _: Request) -> None:
         await connection.send(SSE_HEAD, chunk(DONE), LAST_CHUNK)
 
-    timeouts = {"idleSeconds": 0.2}
+    timeouts = {"idleSeconds": 0.6}
     async with stub_upstream(script) as stub, running_proxy(settings_for(stub, timeouts=timeouts)) as running:
         for _ in range(3):
             assert (await running.fetch()).status == 200
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
         assert stub.generating_accepts == 1
 
 

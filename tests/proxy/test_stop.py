@@ -101,7 +101,7 @@ async def test_without_an_answer_under_way_it_says_nothing() -> None:
         client = await running.client()
         await client.send(request("POST", CHAT, b"{}"))
         await client.read_response()
-        await asyncio.wait_for(running.proxy.stop(), 1)
+        await asyncio.wait_for(running.proxy.stop(), 5)
         assert running.logged("waiting_for_answers") == []
 
 

@@ -103,13 +103,13 @@ async def test_an_idle_connection_is_left_before_the_server_closes_it() -> None:
     """cpp-httplib closes after five seconds."""
     assert upstream.IDLE_SECONDS < 5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upstream, "IDLE_SECONDS", 0.2)
+        patch.setattr(upstream, "IDLE_SECONDS", 0.6)
         async with stub_upstream() as stub, running_proxy(settings_for(stub, True)) as running:
             for accepts in (1, 2):
                 for _ in range(3):
                     assert (await running.fetch()).status == 200
                 assert (stub.open, stub.accepts) == (1, accepts)
-                await until(lambda: stub.open == 0, "the kept connection is closed", 2)
+                await until(lambda: stub.open == 0, "the kept connection is closed")
 
 
 async def one_request_each(connection: Connection) -> None:
