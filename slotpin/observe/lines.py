@@ -39,7 +39,7 @@ def exchange(event: Mapping[str, Any]) -> str:
         parts.append(f"re-used {event['cached']} of {evaluated + event['cached']}")
     if event.get("cause"):
         parts.append(f"lost {event['lost']} ({event['cause']})")
-    if (waited := event.get("waited_ms", 0)) >= 100:
+    if (waited := event.get("waited_ms") or 0) >= 100:
         parts.append(f"waited {seconds(waited / 1000)}")
     return "  ".join([*parts, seconds(event["ms"] / 1000), event["request"]])
 

@@ -55,8 +55,8 @@ class Observer:
 
 
 def fields(record: Record) -> dict[str, object]:
-    """What the log has of an exchange, without what is not known or nothing."""
-    known = {
+    """What the log has of an exchange."""
+    return {
         "request": record.id,
         "role": record.role,
         "found_by": record.found_by,
@@ -78,7 +78,6 @@ def fields(record: Record) -> dict[str, object]:
         "lost": record.lost,
         "cause": record.cause,
     }
-    return {name: value for name, value in known.items() if value is not None}
 
 
 _PRODUCT = re.compile(rb"[A-Za-z][A-Za-z0-9._-]{0,23}")

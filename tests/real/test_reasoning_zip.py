@@ -74,6 +74,7 @@ def test_what_cannot_be_isolated_is_refused_and_not_tried_again(tmp_path: Path, 
         assert proxy.post("/v1/chat/completions", {"messages": MAIN, "max_tokens": 4}).status == 200
         refused = compress(proxy.url + base, "I think")
         assert (refused.status, refused.error["code"]) == (409, "too_few_slots")
+        assert proxy.outcome(refused.request) == "refused"
         assert len(proxy.program.events("exchange", role="compactor")) == 1
         assert len(server.chosen_since(0)) == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -126,7 +127,7 @@ class Page:
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
     """A browser of its own with one tab."""
-    chromium = debian_program("chromium")
+    chromium = debian_program("chromium", "chromium", "chromium-common")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         process = await asyncio.create_subprocess_exec(
             chromium.path,
@@ -151,7 +152,8 @@ async def browser() -> AsyncIterator[Page]:
                     finally:
                         page.close()
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
 
