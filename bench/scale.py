@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ LOADS = 120.0  # seconds from a node's restart to its loaded model
 # Nodes, and hours that are simulated: about as many turns for the large ones, which need less time for a steady figure.
 SIZES = ((1, 48.0), (3, 24.0), (10, 12.0), (100, 2.0), (1000, 0.5), (3000, 0.25))
 EVENT_NODES, EVENT_HOURS = 20, 8.0
+SLOT_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 DEATHS = "each node dies once a day"
 
 
@@ -38,11 +39,12 @@ class Scenario:
     changes: Callable[[], Sequence[Change]]
     nodes: int = EVENT_NODES
     hours: float = EVENT_HOURS
+    slots: int = SLOTS
 
 
 def run(scenario: Scenario, policy: str, per_node_hour: float = PER_HOUR) -> Result:
     """The load is that of EVENT_NODES where nodes are added."""
-    nodes = [Node(SLOTS) for _ in range(scenario.nodes)]
+    nodes = [Node(scenario.slots) for _ in range(scenario.nodes)]
     changes = scenario.changes()
     for change in changes:
         if change.at == 0:
@@ -114,17 +116,23 @@ def events(quick: bool) -> list[Scenario]:
     ]
 
 
-def measure(scenarios: Sequence[Scenario]) -> dict[str, dict[str, Result]]:
+def slots(quick: bool) -> list[Scenario]:
+    nodes, hours = (3, 1.0) if quick else (EVENT_NODES, EVENT_HOURS / 2)
+    return [Scenario(str(each), list, nodes, hours, each) for each in SLOT_COUNTS]
+
+
+def measure(scenarios: Sequence[Scenario], policies: Collection[str] = POLICIES) -> dict[str, dict[str, Result]]:
     results: dict[str, dict[str, Result]] = {}
     for scenario in scenarios:
-        for policy in POLICIES:
+        for policy in policies:
             result = results.setdefault(scenario.name, {})[policy] = run(scenario, policy)
             print(f"{scenario.name}, {policy}: {result.turns:,} turns, {_cell(result)}", file=sys.stderr, flush=True)
     return results
 
 
 def table(first: str, results: dict[str, dict[str, Result]], cell: Callable[[Result], str]) -> str:
-    lines = [f"| {first} | {' | '.join(POLICIES)} |", f"| --- |{' ---: |' * len(POLICIES)}"]
+    columns = list(next(iter(results.values())))
+    lines = [f"| {first} | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
     lines += [
         f"| {name} | {' | '.join(cell(result) for result in by_policy.values())} |"
         for name, by_policy in results.items()
@@ -148,9 +156,14 @@ def _evaluated(result: Result) -> str:
     return f"{result.evaluated / result.turns:,.0f}"
 
 
-def page(by_size: dict[str, dict[str, Result]], by_event: dict[str, dict[str, Result]]) -> str:
+Results = dict[str, dict[str, Result]]
+
+
+def page(by_size: Results, by_event: Results, by_slots: Results) -> str:
     s, c = scale_sessions, scale_cluster
-    every = [result for results in (by_size, by_event) for each in results.values() for result in each.values()]
+    every = [
+        result for results in (by_size, by_event, by_slots) for each in results.values() for result in each.values()
+    ]
     broken = max(result.broken for result in by_event[DEATHS].values())
     hours = ", ".join(f"{nodes:,} for {hours:g} h" for nodes, hours in SIZES)
     return f"""# Many nodes: who keeps the cache
@@ -180,14 +193,22 @@ Prompt tokens that a follow-up turn evaluates on average; {c.EVALUATES:,.0f} tak
 
 ## By what happens
 
-{EVENT_NODES} nodes, {EVENT_HOURS:.0f} hours. A restarted node has lost its memory and is back after {LOADS / 60:.0f}
-minutes. A node that is drained takes no new sessions; with the table those that it has stay until it goes. Each cell:
-the share of turns as above, and how many turns lost something.
+{EVENT_NODES} nodes, {EVENT_HOURS:.0f} hours.
+A restarted node has lost its memory and is back after {LOADS / 60:.0f} minutes.
+A node that is drained takes no new sessions; with the table those that it has stay until it goes.
+Each cell: the share of turns as above, and how many turns lost something.
 
 {table("", by_event, _counted)}
 
 A node's death breaks off answers, {broken} here at most; their turns are asked for again and counted as lost. A restart
 in order breaks off none.
+
+## By the slots of a node
+
+{EVENT_NODES} nodes on which nothing happens, with the same {PER_HOUR:.0f} sessions an hour each. What is
+lost here is lost to other conversations on the same node.
+
+{table("slots", by_slots, _cell)}
 
 ## What was simulated
 
@@ -204,7 +225,8 @@ in order breaks off none.
   host-memory prompt cache, which would bring back some of what was evicted on the same node.
 - Speed: {c.EVALUATES:,.0f} prompt tokens and {c.GENERATES:.0f} generated ones a second. It matters for how long slots
   and connections are busy.
-- The fewer nodes, the longer: {hours}. Each run begins without sessions.
+- The fewer nodes, the longer: {hours}.
+  Each run begins without sessions.
 """
 
 
@@ -216,10 +238,12 @@ def main() -> None:
     if options.write and options.quick:
         parser.error("the page has the whole run: leave out --quick")
     by_size, by_event = measure(sizes(options.quick)), measure(events(options.quick))
+    by_slots = measure(slots(options.quick), ["hash + table"])
     if options.write:
-        PAGE.write_text(page(by_size, by_event))
+        PAGE.write_text(page(by_size, by_event, by_slots))
     else:
-        print(table("nodes", by_size, _cell), table("", by_event, _counted), sep="\n\n")
+        tables = table("nodes", by_size, _cell), table("", by_event, _counted), table("slots", by_slots, _cell)
+        print("\n\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def haproxy(home: Path, cluster: Sequence[Node], count: int = 1) -> Iterator[lis
 @contextmanager
 def nginx(home: Path, cluster: Sequence[Node]) -> Iterator[Balancer]:
     """With deploy/nginx/nginx.conf."""
-    program = debian_program("nginx", "nginx-light")
+    program = debian_program("nginx")
     port, path = free_port(HOST, 0), home / "nginx.conf"
     folders = [f"{kind}_temp_path {home}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")]
     config = filled_in(
