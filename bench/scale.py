@@ -226,7 +226,7 @@ lost here is lost to other conversations on the same node.
 - Speed: {c.EVALUATES:,.0f} prompt tokens and {c.GENERATES:.0f} generated ones a second. It matters for how long slots
   and connections are busy.
 - The fewer nodes, the longer: {hours}.
-  Each run begins without sessions.
+  Each run begins without sessions, so the shortest ones lose a little less.
 """
 
 
