@@ -19,7 +19,7 @@ from slotpin.cli import build_parser
 from slotpin.config import Listen, Timeouts
 from slotpin.pinning.conversations import SESSION_HEADERS
 from tests.real.client import fetch
-from tests.support.debian import debian_program
+from tests.support.needs import needed
 from tests.support.program import TOP, Program, run
 
 DEPLOY = TOP / "deploy"
@@ -79,7 +79,7 @@ def test_the_socket_is_where_slotpin_listens_by_default() -> None:
 
 
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
-    analyze = debian_program("systemd-analyze", "systemd")
+    analyze = needed("systemd-analyze", "systemd")
     for unit in UNITS:
         (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/slotpin/bin/slotpin", "/bin/true"))
     command = [str(analyze.path), "verify", "--man=no", *(str(tmp_path / unit.name) for unit in UNITS)]
@@ -89,7 +89,7 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("unit", "most"), EXPOSURE.items())
 def test_a_unit_closes_what_slotpin_does_not_need(unit: str, most: float) -> None:
-    analyze = debian_program("systemd-analyze", "systemd")
+    analyze = needed("systemd-analyze", "systemd")
     flags = ["--offline=true", f"--threshold={round(most * 10)}"]
     command = [str(analyze.path), "security", *flags, str(DEPLOY / "systemd" / unit)]
     done = subprocess.run(command, env=os.environ | analyze.environment, capture_output=True, text=True)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 
-from tests.support.debian import debian_program
+from tests.support.needs import needed
 from tools.manual import PAGE, page
 
 
@@ -11,6 +12,7 @@ def test_the_man_page_is_what_the_command_line_is() -> None:
 
 
 def test_the_man_page_is_well_formed() -> None:
-    mandoc = debian_program("mandoc")
-    done = subprocess.run([mandoc.path, "-T", "lint", "-W", "error", PAGE], capture_output=True, text=True)
+    mandoc = needed("mandoc")
+    command = [str(mandoc.path), "-T", "lint", "-W", "error", str(PAGE)]
+    done = subprocess.run(command, env=os.environ | mandoc.environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

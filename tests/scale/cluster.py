@@ -18,8 +18,8 @@ from slotpin.llama.launch import free_port
 from tests.real.client import Answer, fetch
 from tests.real.prompts import prose
 from tests.real.servers import Llama, llama
-from tests.support.debian import debian_program
 from tests.support.llama import HOST
+from tests.support.needs import needed
 from tests.support.processes import wait_until
 from tests.support.program import TOP, Program
 
@@ -113,7 +113,7 @@ def filled_in(text: str, replacements: dict[str, str]) -> str:
 @contextmanager
 def haproxy(home: Path, cluster: Sequence[Node], count: int = 1) -> Iterator[list[Balancer]]:
     """As many balancers, at most two, with deploy/haproxy/haproxy.cfg."""
-    program = debian_program("haproxy")
+    program = needed("haproxy")
     peers = [f"{HOST}:{free_port(HOST, 0)}" for _ in PEERS]
     started: list[Balancer] = []
     try:
@@ -151,7 +151,7 @@ def haproxy(home: Path, cluster: Sequence[Node], count: int = 1) -> Iterator[lis
 @contextmanager
 def nginx(home: Path, cluster: Sequence[Node]) -> Iterator[Balancer]:
     """With deploy/nginx/nginx.conf."""
-    program = debian_program("nginx")
+    program = needed("nginx")
     port, path = free_port(HOST, 0), home / "nginx.conf"
     folders = [f"{kind}_temp_path {home}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")]
     config = filled_in(
