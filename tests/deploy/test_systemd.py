@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from slotpin.llama.launch import free_port
 from tests.real.client import fetch
+from tests.support.llama import HOST, patched_binary
 from tests.support.program import DEADLINE, Program, command, environment
+from tests.support.tiny_model import full_attention
 
 BEAT_SECONDS = 0.2
 # What a service manager does: the socket becomes descriptor 3, and LISTEN_PID is the process that slotpin will be.
@@ -54,6 +57,19 @@ def test_it_says_when_it_is_ready_and_when_it_stops(tmp_path: Path, abstract: bo
             program.signal(signal.SIGTERM)
             assert said(receiver) == "STOPPING=1"
             assert program.wait() == 0
+
+
+def test_up_is_ready_when_the_model_is_loaded(tmp_path: Path) -> None:
+    files = ("--binary", str(patched_binary()), "--model", str(full_attention()))
+    server_port = free_port(HOST, 0)
+    ports = ("--port", "0", "--server-port", str(server_port))
+    path = str(tmp_path / "notify")
+    with manager(path) as receiver, Program(tmp_path, "up", *files, *ports, NOTIFY_SOCKET=path) as program:
+        assert said(receiver) == "READY=1"
+        assert fetch(f"http://{HOST}:{server_port}/health").status == 200
+        program.signal(signal.SIGTERM)
+        assert said(receiver) == "STOPPING=1"
+        assert program.wait() == 0
 
 
 def test_nothing_is_ready_where_the_port_is_taken(tmp_path: Path) -> None:

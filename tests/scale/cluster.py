@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slotpin.llama.launch import free_port
 from tests.real.client import Answer, fetch
@@ -32,6 +32,11 @@ HEADERS = ("X-Slotpin-Session", "X-Session-Affinity", "session_id", "X-Claude-Co
 ADDRESSES = ("10.0.0.11:8484", "10.0.0.12:8484", "10.0.0.13:8484")
 PEERS = ("10.0.0.1:10000", "10.0.0.2:10000")
 ADMIN_SOCKET = "/run/haproxy/admin.sock"
+
+
+class Addressed(Protocol):
+    @property
+    def address(self) -> str: ...
 
 
 class Node:
@@ -111,7 +116,7 @@ def filled_in(text: str, replacements: dict[str, str]) -> str:
 
 
 @contextmanager
-def haproxy(home: Path, cluster: Sequence[Node], count: int = 1) -> Iterator[list[Balancer]]:
+def haproxy(home: Path, cluster: Sequence[Addressed], count: int = 1) -> Iterator[list[Balancer]]:
     """As many balancers, at most two, with deploy/haproxy/haproxy.cfg."""
     program = needed("haproxy")
     peers = [f"{HOST}:{free_port(HOST, 0)}" for _ in PEERS]
@@ -149,7 +154,7 @@ def haproxy(home: Path, cluster: Sequence[Node], count: int = 1) -> Iterator[lis
 
 
 @contextmanager
-def nginx(home: Path, cluster: Sequence[Node]) -> Iterator[Balancer]:
+def nginx(home: Path, cluster: Sequence[Addressed]) -> Iterator[Balancer]:
     """With deploy/nginx/nginx.conf."""
     program = needed("nginx")
     port, path = free_port(HOST, 0), home / "nginx.conf"
