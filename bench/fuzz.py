@@ -35,8 +35,9 @@ JOBS = 48
 # A complete request has to be answered; for another one an answer may well not come.
 ANSWER_SECONDS = 10.0
 PATIENCE_SECONDS = 0.15
-# After the last byte of an answer, more of the same may come.
+# After the last byte of an answer, more of the same may come, and that of the next where there are several.
 QUIET_SECONDS = 0.03
+QUIET_AHEAD_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 SETTLE_SECONDS = 20.0
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
@@ -95,12 +96,13 @@ async def send(port: int, case: Case) -> Met:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     answer = bytearray()
     try:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # reset, or closed in the very moment
             writer.write(case.raw)
             patience = ANSWER_SECONDS if case.complete else PATIENCE_SECONDS
+            quiet = QUIET_AHEAD_SECONDS if case.raw.count(b" HTTP/1") > 1 else QUIET_SECONDS
             while piece := await _read(reader, patience):
                 answer += piece
-                patience = QUIET_SECONDS if _STATUS.search(answer) and _statuses(answer) else ANSWER_SECONDS
+                patience = quiet if _answered(answer) else ANSWER_SECONDS
             writer.write_eof()
         closed = await _ends(reader, answer)
     finally:
@@ -108,7 +110,7 @@ async def send(port: int, case: Case) -> Met:
     return Met(bytes(answer), closed)
 
 
-def _statuses(answer: bytearray) -> bool:
+def _answered(answer: bytearray) -> bool:
     return any(int(status) >= 200 for status in _STATUS.findall(answer))
 
 
@@ -126,10 +128,10 @@ async def _ends(reader: asyncio.StreamReader, answer: bytearray) -> bool:
         async with asyncio.timeout(CLOSE_SECONDS):
             while piece := await reader.read(65536):
                 answer += piece
-    except ConnectionError:
-        pass
     except TimeoutError:
         return False
+    except OSError:
+        pass
     return True
 
 

@@ -69,10 +69,12 @@ async def measure_all(
         if not chosen:
             continue
         slots = SLOTS_FOR_MANY if many else SLOTS
-        with tempfile.TemporaryDirectory(prefix="slotpin-bench-") as folder, running_stub(slots) as stub_port:
-            bench = Bench(Path(folder), stub_port, scale)
-            for measure in chosen:
-                await measure_one(bench, measure, targets, rounds, stub_port, Path(folder), results)
+        with tempfile.TemporaryDirectory(prefix="slotpin-bench-") as name:
+            folder = Path(name)
+            with running_stub(slots, folder) as stub_port:
+                bench = Bench(folder, stub_port, scale)
+                for measure in chosen:
+                    await measure_one(bench, measure, targets, rounds, stub_port, folder, results)
 
 
 async def measure_one(
@@ -89,6 +91,8 @@ async def measure_one(
         running: list[Target] = []
         cores = share_cores()
         for name in targets:
+            if name in results.missing:
+                continue
             try:
                 target = await stack.enter_async_context(
                     running_target(name, stub_port, folder / f"{name}-{measure}", cores)

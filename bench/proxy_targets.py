@@ -162,12 +162,12 @@ def _litellm(port: int, upstream: int, folder: Path) -> Command:
     # Without it LiteLLM asks the internet for prices at its start.
     environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     where = ["--host", HOST, "--port", str(port)]
-    return Command([f"{_installed('litellm')}/litellm", "--config", f"{folder}/litellm.yaml", *where], environment)
+    return Command([*_installed("litellm"), "--config", f"{folder}/litellm.yaml", *where], environment)
 
 
 def _hearth(port: int, upstream: int, folder: Path) -> Command:
-    where = ["--upstream", f"http://{HOST}:{upstream}", "--port", str(port), "--cache-dir", f"{folder}/cache"]
-    return Command([f"{_installed('hearth')}/hearth", "serve", *where], {"PYTHONPATH": ""})
+    where = ["--upstream", f"http://{HOST}:{upstream}", "--port", str(port), "--cache-dir", str(folder.parent)]
+    return Command([*_installed("hearth"), "serve", *where], {"PYTHONPATH": ""})
 
 
 Start = Callable[[int, int, Path], Command]
@@ -186,8 +186,8 @@ SLOW = frozenset({"litellm", "hearth"})
 
 
 @cache
-def _installed(name: str) -> Path:
-    """The folder with the programs of a package, in an environment of its own. Raises UnavailableError."""
+def _installed(name: str) -> tuple[str, str]:
+    """Interpreter and script of the program of a package, in an environment of its own. Raises UnavailableError."""
     requirement = PACKAGES[name]
     folder = cache_dir() / "bench" / f"venv-{requirement.replace('[proxy]', '').replace('==', '-')}"
     if not folder.is_dir():
@@ -198,15 +198,7 @@ def _installed(name: str) -> Path:
             done = subprocess.run(install, capture_output=True, text=True)
             if done.returncode != 0:
                 raise UnavailableError(f"pip can't install {requirement}: {done.stderr.strip().splitlines()[-1]}")
-            _move_scripts(staging, folder)
-    return folder / "bin"
-
-
-def _move_scripts(staging: Path, folder: Path) -> None:
-    """Scripts name their interpreter by its path."""
-    for script in (staging / "bin").iterdir():
-        if not script.is_symlink() and (text := script.read_bytes()).startswith(b"#!"):
-            script.write_bytes(text.replace(bytes(staging), bytes(folder), 1))
+    return f"{folder}/bin/python", f"{folder}/bin/{name}"
 
 
 @contextlib.asynccontextmanager

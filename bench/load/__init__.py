@@ -89,9 +89,10 @@ async def run_load(
 
 
 @contextmanager
-def running_stub(slots: int) -> Iterator[int]:
-    """Its port."""
-    with subprocess.Popen([program("stub"), str(slots), BUILD], stdout=subprocess.PIPE, text=True) as process:
+def running_stub(slots: int, folder: Path) -> Iterator[int]:
+    """Its port. Slots are saved into `folder`."""
+    command = [str(program("stub")), str(slots), BUILD, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield int(process.stdout.readline())

@@ -1,6 +1,6 @@
 /* A stand-in for llama-server that costs next to nothing: one thread, epoll, answers made beforehand.
  *
- *     stub SLOTS BUILD
+ *     stub SLOTS BUILD FOLDER
  *
  * Listens on a free port of 127.0.0.1 and prints it. A generating request says in its text what is wanted, so that the
  * wish outlives proxies that write the body anew: `@bench chunks=N gap=US delay=US id=N@`, all of it optional. With
@@ -8,7 +8,7 @@
  * the second at any time within `gap`, so that streams which began together do not beat together; without, it is one
  * JSON object after `delay`. Every content frame has T<nanoseconds>T in its text: the monotonic clock when it was made.
  * `GET /bench/tasks` says how many such requests came, `GET /bench/closed` when the client of one
- * with an `id` went away before its answer's end, as lines `id nanoseconds`. */
+ * with an `id` went away before its answer's end, as lines `id nanoseconds`. A slot is saved as a small file in FOLDER. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -55,7 +55,7 @@ struct connection {
 
 static int epoll_fd, timer_fd;
 static int slots;
-static const char *build;
+static const char *build, *folder;
 static uint64_t tasks;
 static struct connection **timed;
 static size_t timed_count, timed_size;
@@ -285,6 +285,22 @@ static void put_slots(struct connection *c) {
     free(body);
 }
 
+/* Some proxies look for the file. */
+static void save_slot(struct connection *c) {
+    char name[128], path[4096];
+    c->peek[c->peek_len] = 0;
+    const char *found = strstr(c->peek, "\"filename\"");
+    if (found == NULL || sscanf(found, "\"filename\" : \"%127[A-Za-z0-9._-]\"", name) != 1) {
+        return;
+    }
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "w");
+    if (file != NULL) {
+        fputs("slot", file);
+        fclose(file);
+    }
+}
+
 static void put_closed(struct connection *c) {
     char *body = grown(NULL, closed_count * 44 + 1), *at = body;
     for (size_t index = 0; index < closed_count; index++) {
@@ -306,6 +322,9 @@ static void begin_answer(struct connection *c) {
         return;
     }
     if (strncmp(target, "/slots/", 7) == 0) {
+        if (strstr(c->head, "action=save") != NULL) {
+            save_slot(c);
+        }
         static const char saved[] = "{\"id_slot\":0,\"filename\":\"slot\",\"n_saved\":4145,\"n_written\":4145,"
             "\"n_restored\":4145,\"n_read\":4145}";
         put_whole(c, "application/json; charset=utf-8", saved, sizeof saved - 1);
@@ -515,12 +534,13 @@ static int listen_on_loopback(void) {
 }
 
 int main(int count, char **arguments) {
-    if (count != 3) {
-        fprintf(stderr, "usage: stub SLOTS BUILD\n");
+    if (count != 4) {
+        fprintf(stderr, "usage: stub SLOTS BUILD FOLDER\n");
         return 2;
     }
     slots = atoi(arguments[1]);
     build = arguments[2];
+    folder = arguments[3];
     signal(SIGPIPE, SIG_IGN);
     epoll_fd = epoll_create1(0);
     timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK);

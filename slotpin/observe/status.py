@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ def status(state: State) -> dict[str, object]:
     running = state.running
     return {
         **msgspec.to_builtins(board(state)),
+        "process": {"tasks": len(asyncio.all_tasks())},
         "generation": running.pin.generation,
         "mainIdSlot": running.pin.main_id,
         "compactorIdSlot": running.pin.compactor_id,
