@@ -35,9 +35,10 @@ JOBS = 48
 # A complete request has to be answered; for another one an answer may well not come.
 ANSWER_SECONDS = 10.0
 PATIENCE_SECONDS = 0.15
-# After the last byte of an answer, more of the same may come, and that of the next where there are several.
+# After the last byte of an answer, more of the same may come.
 QUIET_SECONDS = 0.03
-QUIET_AHEAD_SECONDS = 2.0
+# Where there may be several requests: a client that leaves in between may have them run without an answer.
+SEVERAL_SECONDS = 3.0
 CLOSE_SECONDS = 5.0
 SETTLE_SECONDS = 20.0
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
@@ -98,8 +99,9 @@ async def send(port: int, case: Case) -> Met:
     try:
         with contextlib.suppress(OSError):  # reset, or closed in the very moment
             writer.write(case.raw)
-            patience = ANSWER_SECONDS if case.complete else PATIENCE_SECONDS
-            quiet = QUIET_AHEAD_SECONDS if case.raw.count(b" HTTP/1") > 1 else QUIET_SECONDS
+            several = case.raw.count(b" HTTP/1") > 1
+            patience = ANSWER_SECONDS if case.complete else SEVERAL_SECONDS if several else PATIENCE_SECONDS
+            quiet = SEVERAL_SECONDS if several else QUIET_SECONDS
             while piece := await _read(reader, patience):
                 answer += piece
                 patience = quiet if _answered(answer) else ANSWER_SECONDS

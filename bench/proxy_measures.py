@@ -21,6 +21,7 @@ BURST_CHUNKS = 5_000
 IDLE_STREAMS = 1_000
 # An hour, in microseconds.
 FOREVER = 3_600_000_000
+TRIES, FEW_TRIES = 200, 10
 SEEN_SECONDS = 1.0
 SEEN_AT_ONCE = 0.020
 
@@ -57,11 +58,10 @@ def chat(wish: str, size: int = 600, stream: bool = False) -> bytes:
 
 
 class Bench:
-    """Runs the measures; `scale` shortens them. `port` is the stub's own."""
+    """Runs the measures; `scale` shortens them. `folder` is for what is sent."""
 
-    def __init__(self, folder: Path, stub_port: int, scale: float) -> None:
+    def __init__(self, folder: Path, scale: float) -> None:
         self._folder = folder
-        self._stub_port = stub_port
         self._scale = scale
 
     async def small(self, target: Target) -> Figures:
@@ -122,10 +122,9 @@ class Bench:
             return {}
         async with contextlib.AsyncExitStack() as stack:
             before = target.rss()
-            wires = [await stack.enter_async_context(wire(target.port)) for _ in range(IDLE_STREAMS)]
             body = chat(f"chunks=2 gap={FOREVER}", stream=True)
-            for first in range(0, len(wires), 50):
-                some = wires[first : first + 50]
+            for first in range(0, IDLE_STREAMS, 50):
+                some = [await stack.enter_async_context(wire(target.port)) for _ in range(50)]
                 for number, each in enumerate(some, first):
                     each.post(CHAT, body, f"idle-{number}")
                 async with asyncio.timeout(120):
@@ -134,12 +133,15 @@ class Bench:
 
     async def abort(self, target: Target) -> Figures:
         """Clients that leave before a first byte came."""
-        tries = max(20, int(200 * self._scale))
-        async with wire(self._stub_port) as stub:
-            times = [await self._leave(target, stub, number) for number in range(tries)]
+        tries = max(FEW_TRIES, int(TRIES * self._scale))
+        times: list[float | None] = []
+        async with wire(target.upstream) as stub:
+            # Who has seen none of so many will see none, and each takes its second.
+            while len(times) < tries and (len(times) < FEW_TRIES or any(times)):
+                times.append(await self._leave(target, stub, len(times)))
         seen = sorted(time for time in times if time is not None)
         at_once = sum(time <= SEEN_AT_ONCE for time in seen)
-        figures: Figures = {"at_once": 100 * at_once / tries, "seen": 100 * len(seen) / tries}
+        figures: Figures = {"at_once": 100 * at_once / len(times), "seen": 100 * len(seen) / len(times)}
         if seen:
             figures |= {"p50": 1e3 * seen[len(seen) // 2], "max": 1e3 * seen[-1]}
         return figures

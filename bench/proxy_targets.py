@@ -26,7 +26,7 @@ from tests.support.debian import UnavailableError, debian_program
 HOST = "127.0.0.1"
 TOP = Path(__file__).parents[1]
 CHAT = "/v1/chat/completions"
-READY_SECONDS = 90.0
+READY_SECONDS = 180.0
 PACKAGES = {"litellm": "litellm[proxy]==1.108.7", "hearth": "hearth-llm==0.1.1"}
 
 NGINX = """
@@ -82,6 +82,7 @@ model_list:
   - model_name: local
     litellm_params: {{model: openai/local, api_base: "http://127.0.0.1:{upstream}/v1", api_key: sk-bench}}
 litellm_settings: {{telemetry: false, request_timeout: 600}}
+general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}
 """
 
 
@@ -95,10 +96,12 @@ class Command:
 
 @dataclass(slots=True)
 class Target:
-    """A proxy that runs. `role_path`: where a request's role is known by its path. `process` None: there is none."""
+    """A proxy that runs in front of the stub on port `upstream`. `role_path`: where a request's role is known by its
+    path. `process` None: there is none."""
 
     name: str
     port: int
+    upstream: int
     role_path: str = CHAT
     process: psutil.Process | None = None
     fresh_rss: int = 0
@@ -183,6 +186,8 @@ STARTS: dict[str, Start] = {
 TARGETS = ("direct", *STARTS)
 # So slow that a full run of theirs would take hours.
 SLOW = frozenset({"litellm", "hearth"})
+# It works with a server that has one slot, and with no other.
+ONE_SLOT = frozenset({"hearth"})
 
 
 @cache
@@ -208,14 +213,14 @@ async def running_target(name: str, upstream: int, folder: Path, cores: Set[int]
     Raises UnavailableError where it can't be had or doesn't start.
     """
     if name == "direct":
-        yield Target(name, upstream)
+        yield Target(name, upstream, upstream)
         return
     port = free_port(HOST, 0)
     with _started(name, port, upstream, folder) as process:
         os.sched_setaffinity(process.pid, cores)
         await _until_ready(name, process, port, folder / "output")
         role_path = f"/main{CHAT}" if name.startswith("slotpin") else CHAT
-        yield Target(name, port, role_path, psutil.Process(process.pid))
+        yield Target(name, port, upstream, role_path, psutil.Process(process.pid))
 
 
 @contextlib.contextmanager
