@@ -19,6 +19,8 @@ from bench.fuzz_cases import make_case
 
 # A follow-up makes a conversation longer; after so many the next one begins.
 TURNS = 6
+# Twice the most that slotpin remembers of each kind.
+FILL_CONVERSATIONS = 1024
 ANSWER_SECONDS = 120.0
 FUZZ_SECONDS = 0.5
 WORDS = "slot cache token prompt server branch commit file test loop index buffer range value line"
@@ -164,6 +166,22 @@ async def send_nonsense(traffic: Traffic) -> None:
         writer.transport.abort()
     traffic.counts["nonsense", got[9:12].decode("latin-1") if got else "no answer"] += 1
     await traffic.pause(0.1)
+
+
+async def fill(traffic: Traffic) -> None:
+    """As many conversations as slotpin remembers, of one turn and of several."""
+    places = asyncio.Semaphore(4)
+
+    async def begin(number: int) -> None:
+        async with places:
+            messages = [{"role": "user", "content": f"{number}. {traffic.text(12)}"}]
+            for _ in range(1 + number % 2 * (TURNS - 1)):
+                body = {"messages": messages, "max_tokens": 1}
+                await _post(traffic, "fill", "/v1/chat/completions", body, f"fill-{number}")
+                messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": traffic.text(6)}]
+
+    await asyncio.gather(*(begin(number) for number in range(FILL_CONVERSATIONS)))
+    traffic.counts.clear()
 
 
 # How many of each at a time.
