@@ -30,8 +30,8 @@ BODIES: dict[str, dict[str, object]] = {
     "/slotpin/forget": {},
 }
 GETS = ("/v1/models", "/slots", "/props", "/health", "/slotpin/status", "/slotpin/health", "/")
-COMMON = (b"Host: fuzz", b"X-Slotpin-Session: fuzz-CASENUMB", b"Authorization: Bearer sk-fuzz", b"Accept: */*")
-SMUGGLED = b"GET /smuggled?case=CASENUMB HTTP/1.1\r\nHost: fuzz\r\n\r\n"
+COMMON = (b"Host: localhost", b"X-Slotpin-Session: fuzz-CASENUMB", b"Authorization: Bearer sk-fuzz", b"Accept: */*")
+SMUGGLED = b"GET /smuggled?case=CASENUMB HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 # Bytes that mean something to somebody who reads a head, JSON, or text.
 ODD_BYTES = tuple(b'\x00\r\n \t:;,"\\{}[]/?%0-\x7f\x80\xc3\xed\xff')

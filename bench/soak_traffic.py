@@ -129,7 +129,7 @@ async def leave(traffic: Traffic) -> None:
     body = {"messages": [{"role": "user", "content": traffic.text(300)}], "max_tokens": 64, "stream": True}
     path = traffic.chance.choice(["/v1/chat/completions", "/compactor/v1/chat/completions"])
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: soak\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     stage = traffic.chance.choice(["head", "body", "at once", "waiting", "streaming"])
     reader, writer = await asyncio.open_connection(*traffic.address)
     try:

@@ -108,7 +108,7 @@ class Wire:
     writer: asyncio.StreamWriter
 
     async def get(self, path: str) -> str:
-        self.writer.write(f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+        self.writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"(?i)content-length: (\d+)", head)
         assert length is not None, head
@@ -117,7 +117,7 @@ class Wire:
     def post(self, path: str, body: bytes, session: str) -> None:
         head = [
             f"POST {path} HTTP/1.1",
-            "Host: bench",
+            "Host: localhost",
             "Content-Type: application/json",
             "Authorization: Bearer sk-bench",
             f"X-Slotpin-Session: {session}",
