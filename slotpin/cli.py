@@ -23,6 +23,7 @@ from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, 
 from slotpin.llama.model import check_model, default_model
 from slotpin.llama.series import choose
 from slotpin.llama.source import SDIST
+from slotpin.loop import run
 from slotpin.observe import ask
 from slotpin.pi import setup as pi
 from slotpin.pi.folder import agent_folder
@@ -263,7 +264,7 @@ def _whole_number(text: str, least: int, most: int) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    asyncio.run(serve(_loader(options, {})))
+    run(serve(_loader(options, {})))
 
 
 _SERVER_HOST = "127.0.0.1"
@@ -289,7 +290,7 @@ def _up(options: argparse.Namespace) -> None:
     forced = {"main.baseUrl": base_url, "compactor.baseUrl": base_url}
     _report(f"starting llama-server with {model.name}")
     load_settings = _loader(options, forced, unset={"llamaCppSlots.enabled": "auto"})
-    asyncio.run(up(load_settings, binary, args, _SERVER_HOST, port))
+    run(up(load_settings, binary, args, _SERVER_HOST, port))
 
 
 def _own_binary(path: Path) -> Path:

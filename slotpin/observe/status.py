@@ -92,7 +92,7 @@ def _topology(state: State, target: Target) -> dict[str, object] | None:
 def _gates(state: State, server: Server) -> list[dict[str, object]]:
     """Only those that somebody holds or waits for."""
     gates = []
-    for slot in sorted(server.gates.busy):
+    for slot in sorted(server.gates):
         holder = server.gates.holder(slot)
         held = {"heldBy": holder.who, "sinceSeconds": round(state.clock() - holder.since, 3)} if holder else {}
         gates.append({"slot": slot, "waiting": server.gates.waiting(slot), **held})

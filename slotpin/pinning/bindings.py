@@ -32,27 +32,34 @@ class Bindings:
 
     def __init__(self, max_ended: int = 1024) -> None:
         self._open: dict[str, Binding] = {}
+        # The requests of each conversation that are open, in the order of their arrival.
+        self._requests: dict[str, dict[str, None]] = {}
         self._ended: LRUCache[Hashable, Binding] = LRUCache(max_ended)
 
     def open(self, binding: Binding) -> None:
         """A new main request ends the ticket that the one before it left for its conversation."""
         self._ended.pop(binding.conversation, None)
         self._open[binding.request_id] = binding
+        self._requests.setdefault(binding.conversation, {})[binding.request_id] = None
 
     def end(self, request_id: str) -> None:
         """The message ended: from now on the binding is its conversation's ticket."""
-        opened = list(self._open.values())
-        binding = self._open.pop(request_id, None)
+        binding = self._open.get(request_id)
         if binding is None:
             return
         # Only the latest turn of a conversation leaves a ticket: a later one is still open, or has left its own.
-        latest = [other for other in opened if other.conversation == binding.conversation][-1]
-        if latest is not binding or binding.conversation in self._ended:
-            return
-        self._ended[binding.conversation] = replace(binding, ended=True)
+        is_latest = next(reversed(self._requests[binding.conversation])) == request_id
+        self.abort(request_id)
+        if is_latest and binding.conversation not in self._ended:
+            self._ended[binding.conversation] = replace(binding, ended=True)
 
     def abort(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        binding = self._open.pop(request_id, None)
+        if binding is not None:
+            requests = self._requests[binding.conversation]
+            del requests[request_id]
+            if not requests:
+                del self._requests[binding.conversation]
 
     def forget(self, conversation: str) -> None:
         """Its ticket is no longer needed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +62,7 @@ class Placement:
         main: int,
         compactor: int,
         slots: Literal["auto", "main-only"] | tuple[int, ...],
-        busy: Collection[int],
+        busy: Container[int],
         now: float,
     ) -> Placed:
         """The slot for the next turn of conversation `key`.
@@ -75,9 +75,9 @@ class Placement:
         if slots == "main-only":  # the user's own choice: nothing to warn of
             self.note(key, main, now)
             return Placed(main, shared=False, enough=None)
-        further = _further(topology, main, compactor, slots)
         home = self._home_of.get(key)
-        if home is None or (home != main and home not in further):
+        if home is None or (home != main and not _is_further(home, topology, main, compactor, slots)):
+            further = [slot for slot in topology.ids if _is_further(slot, topology, main, compactor, slots)]
             home = self._free_home(topology, main, further, busy, now)
         if home is not None:
             self._move(key, home, now)
@@ -134,7 +134,7 @@ class Placement:
         self._lately.clear()
 
     def _free_home(
-        self, topology: Topology, main: int, further: Sequence[int], busy: Collection[int], now: float
+        self, topology: Topology, main: int, further: Sequence[int], busy: Container[int], now: float
     ) -> int | None:
         """A slot that is nobody's home, or the one that can best be taken; None where there is none."""
         candidates = list(further)
@@ -154,7 +154,7 @@ class Placement:
 
         return min(candidates, key=rank, default=None)
 
-    def _shared_slot(self, key: str, main: int, compactor: int, busy: Collection[int], *, lend: bool) -> int:
+    def _shared_slot(self, key: str, main: int, compactor: int, busy: Container[int], *, lend: bool) -> int:
         if not lend or self._compactor_used:
             return main
         if self._home_of.get(key) == compactor:
@@ -189,7 +189,9 @@ class Placement:
         self._lately[key] = self._lately.get(key, 0) + 1
 
 
-def _further(topology: Topology, main: int, compactor: int, slots: Literal["auto"] | tuple[int, ...]) -> list[int]:
-    """The slots that conversations after the first may have."""
-    allowed = topology.ids if slots == "auto" else {normalise(slot, topology.count) for slot in slots}
-    return [slot for slot in topology.ids if slot in allowed and slot not in (main, compactor)]
+def _is_further(
+    slot: int, topology: Topology, main: int, compactor: int, slots: Literal["auto"] | tuple[int, ...]
+) -> bool:
+    """Whether conversations after the first may have this slot."""
+    allowed = slots == "auto" or any(normalise(own, topology.count) == slot for own in slots)
+    return allowed and slot not in (main, compactor) and topology.slot(slot) is not None

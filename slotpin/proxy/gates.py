@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from cachetools import LRUCache
@@ -65,6 +65,7 @@ class Gates:
         self._clock = clock
         self._gates: dict[int, _Gate] = {}
         self._sent: set[Pass] = set()
+        self._strays = 0  # of those sent, the ones without a slot of ours
         # When one that ran in a slot of the server's choice was left; -inf: none that the server may still work on.
         self._strayed_at = float("-inf")
         self._looked_at = float("-inf")
@@ -104,7 +105,7 @@ class Gates:
     def could_meet(self, *, pinned: bool) -> bool:
         """Whether a request that goes out now could meet another one in its slot."""
         if pinned:
-            return self._strayed_at > float("-inf") or any(not other.pinned for other in self._sent)
+            return self._strays > 0 or self._strayed_at > float("-inf")
         return any(other.pinned and not other.running for other in self._sent)
 
     async def clear(self, entered: Pass, *, pinned: bool) -> None:
@@ -132,12 +133,15 @@ class Gates:
         entered.pinned = pinned
         entered.sent_at = self._clock()
         self._sent.add(entered)
+        self._strays += not pinned
 
     def leave(self, entered: Pass, *, settled: bool) -> None:
         """The exchange is over; `settled`: for the server too. Any further call for the same pass does nothing."""
-        if not settled and not entered.pinned and entered in self._sent:
-            self._strayed_at = self._clock()
-        self._sent.discard(entered)
+        if entered in self._sent:
+            self._sent.discard(entered)
+            self._strays -= not entered.pinned
+            if not settled and not entered.pinned:
+                self._strayed_at = self._clock()
         if entered.slot is None:
             return
         gate = self._gates.get(entered.slot)
@@ -166,7 +170,7 @@ class Gates:
 
     def suspect(self, topology: Topology, asked_at: float) -> None:
         """Close the gates of slots that somebody else's request is running in: one that did not come through here."""
-        if self._strayed_at > float("-inf") or any(not sent.pinned for sent in self._sent):
+        if self._strays or self._strayed_at > float("-inf"):
             return  # or it is one of ours, in a slot of the server's choice
         for slot in topology.slots:
             if slot.busy and slot.id not in self._gates and asked_at > self._left_at.get(slot.id, float("-inf")):
@@ -185,10 +189,14 @@ class Gates:
         gate = self._gates.get(slot)
         return len(gate.waiting) if gate is not None else 0
 
-    @property
-    def busy(self) -> set[int]:
-        """Slots that somebody holds or waits for."""
-        return {slot for slot, gate in self._gates.items() if gate.holder is not None or gate.waiting}
+    def __contains__(self, slot: object) -> bool:
+        """Whether somebody holds this slot or waits for it."""
+        gate = self._gates.get(slot) if isinstance(slot, int) else None
+        return gate is not None and (gate.holder is not None or bool(gate.waiting))
+
+    def __iter__(self) -> Iterator[int]:
+        """The slots that somebody holds or waits for."""
+        return (slot for slot in tuple(self._gates) if slot in self)
 
     def close(self) -> None:
         if self._watcher is not None:

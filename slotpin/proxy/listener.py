@@ -7,10 +7,12 @@ import socket
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
+from slotpin.proxy.deadline import Deadline
 from slotpin.proxy.flow import FlowControl
 from slotpin.proxy.headers import Headers, RequestHead, check_request, response_head
 from slotpin.proxy.replies import Reply, error
@@ -203,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._parser = httptools.HttpRequestParser(self)
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline: Deadline
         self.flow: FlowControl
         self.draining = False
         self.was_cut_off = False
@@ -268,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
             # Closing with unread bytes would reset the connection, and the client might never see the answer.
             incoming.body.discard()
             self._transport.write_eof()
-            self._set_timer(LINGER_SECONDS)
+            self._deadline.set(LINGER_SECONDS)
         elif close or self.draining:
             self._transport.close()
         elif self._last_words is not None and not self._ahead:
@@ -280,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
             self._begin(following)
         else:
             self._forget_ahead()
-            self._set_timer(KEEP_ALIVE_SECONDS)
+            self._deadline.set(KEEP_ALIVE_SECONDS)
 
     def hold(self, who: object, on: bool) -> None:
         """Read nothing more from the client until everybody who held it has let go."""
@@ -295,11 +297,12 @@ class ClientConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop derives its own from nothing
         self._transport = transport
         self.flow = FlowControl(transport)
         self._connections.add(self)
-        self._set_timer(HEAD_SECONDS)
+        self._deadline = Deadline(transport.close)
+        self._deadline.set(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         if self._last_words is not None:
@@ -322,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(error(431, "head_too_large", f"the request head is larger than {MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_timer()
+        self._deadline.close()
         self._leave()
         self.flow.lost()
         self._ahead.clear()
@@ -400,7 +403,7 @@ class ClientConnection(asyncio.Protocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _begin(self, incoming: Incoming) -> None:
-        self._clear_timer()
+        self._deadline.clear()
         self._current = incoming
         self._task = self._loop.create_task(self._handler(incoming))
 
@@ -434,15 +437,6 @@ class ClientConnection(asyncio.Protocol):
         headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
         self._transport.write(response_head(reply.status, reply.phrase, headers) + reply.body)
         self._transport.close()
-
-    def _set_timer(self, seconds: float) -> None:
-        self._clear_timer()
-        self._timer = self._loop.call_later(seconds, self._transport.close)
-
-    def _clear_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _origin_form(target: bytes) -> bytes:

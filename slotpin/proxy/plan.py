@@ -179,7 +179,7 @@ class Planner:
         place = partial(
             server.placement.place,
             *(conversation.key, topology, main, compactor, self._running.settings.conversations.slots),
-            *(gates.busy, self._state.clock()),
+            *(gates, self._state.clock()),
         )
         where = place()
         if where.shared and self._makes_room(server, main, conversation):
@@ -191,7 +191,7 @@ class Planner:
         """Whether the main slot is free now: a few tokens, as of a first "Hi", are not worth keeping it."""
         key = server.placement.home_at(main)
         holder = self._state.conversations.get(key) if key is not None and key != conversation.key else None
-        if holder is None or holder.left is None or holder.left.prompt > WARN_TOKENS or main in server.gates.busy:
+        if holder is None or holder.left is None or holder.left.prompt > WARN_TOKENS or main in server.gates:
             return False
         server.placement.forget(holder.key)
         return True

@@ -8,7 +8,7 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -106,7 +106,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._until_close = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop derives its own from nothing
         self._transport = transport
         self.flow = FlowControl(transport)
 

@@ -20,6 +20,7 @@ import structlog
 
 import slotpin
 from slotpin.config import Settings
+from slotpin.loop import run
 from slotpin.observe.log import Log
 from slotpin.pinning.endpoints import socket_path
 from slotpin.proxy.app import Proxy
@@ -31,13 +32,13 @@ _PACKAGE = Path(slotpin.__file__).parent
 
 
 def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test on an event loop of its own; one that hangs fails."""
+    """Run a test on an event loop of its own, of the kind that slotpin serves on; one that hangs fails."""
 
     @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+    def on_its_loop(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(asyncio.wait_for(test(*args, **kwargs), 30))
 
-    return run
+    return on_its_loop
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float = 5) -> None:
