@@ -59,12 +59,15 @@ class Sums(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Board(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """`upstream` is llama-server's URL, `mode` `llamaCppSlots.enabled`; `latest` what has ended, latest first."""
+    """`upstream` is llama-server's URL, `mode` `llamaCppSlots.enabled`; `started` Unix time; `latest`
+    what has ended, latest first.
+    """
 
     version: str
     mode: bool | str
     upstream: str
     build: str
+    started: float
     uptime_seconds: float
     slots: list[SlotRow]
     under_way: list[Record]
@@ -81,6 +84,7 @@ def board(state: State) -> Board:
         mode=running.pin.enabled,
         upstream=running.main.url,
         build=state.probe.known_build(running.probe_target) or "",
+        started=observer.since,
         uptime_seconds=round(state.clock() - state.started, 3),
         slots=[row for server in state.servers.values() for row in _rows(state, server, under_way)],
         under_way=under_way,

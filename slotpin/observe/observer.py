@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Protocol
@@ -22,11 +23,15 @@ class Exchange(Protocol):
 
 
 class Observer:
-    """`began` and `ended` once for each exchange. `trace`, where it is set, hears of each one that ended."""
+    """`began` and `ended` once for each exchange. `trace`, where it is set, hears of each one that ended.
+
+    `since`: when it began to listen, in Unix time.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._under_way: dict[str, Exchange] = {}
+        self.since = time.time()
         self.records = Records()
         self.totals = Totals()
         self.trace: Trace | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import Callable
 from urllib.parse import parse_qs, unquote_to_bytes
 
@@ -53,6 +54,9 @@ class OwnRoutes:
 
     async def handle(self, incoming: Incoming, path: bytes) -> None:
         await incoming.body.read()
+        if path == PREFIX + b"/metrics":
+            # Few have a Prometheus, so this is loaded late: it takes a while, and answers are to flow on meanwhile.
+            await asyncio.to_thread(importlib.import_module, "slotpin.observe.metrics")
         if path == PREFIX + b"/events" and incoming.head.method == "GET":
             await self._events(incoming)
         else:
@@ -72,7 +76,7 @@ class OwnRoutes:
         return error(404, "not_found", f"there is no {what}; see /slotpin/, /slotpin/status and /slotpin/health")
 
     def _metrics(self, head: RequestHead) -> Reply:
-        from slotpin.observe.metrics import exposition  # few have a Prometheus, and its library makes the start slower
+        from slotpin.observe.metrics import exposition
 
         body, content_type = exposition(self._state, (head.get(b"accept") or b"").decode("latin-1"))
         return Reply(200, body, ((b"Content-Type", content_type.encode()),))

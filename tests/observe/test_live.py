@@ -24,6 +24,8 @@ from tests.real.servers import Llama, Slotpin, llama, slotpin
 from tests.support.browser import Page, browser
 from tests.support.processes import wait_until
 from tests.support.program import run
+from tests.support.proxy import on_loop, running_proxy, settings_for
+from tests.support.stub_upstream import stub_upstream
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CHAT, SIDE = "/v1/chat/completions", "/compactor/v1/chat/completions"
@@ -142,6 +144,20 @@ async def _look_at_the_page(live: Slotpin) -> None:
         assert await page.run("document.documentElement.scrollWidth <= 375")
         assert {url.removeprefix(live.url) for url in page.asked} == {"/slotpin/", "/slotpin/events"}
         assert page.complaints == []
+
+
+@on_loop
+async def test_the_page_says_when_slotpin_is_gone_and_when_it_is_back() -> None:
+    async with stub_upstream() as stub, browser() as page:
+        async with running_proxy(settings_for(stub)) as running:
+            port = running.port
+            await running.fetch()
+            await page.open(f"{running.proxy.url}/slotpin/")
+            await page.until("document.querySelectorAll('#latest th').length === 1")
+            assert await page.run("at('lost').textContent") == ""
+        await page.until("at('lost').textContent.startsWith('slotpin does not answer')")
+        async with running_proxy(settings_for(stub, listen={"port": port})) as running:
+            await page.until("at('lost').textContent === '' && document.querySelectorAll('#latest th').length === 0")
 
 
 async def _check_text(page: Page) -> None:

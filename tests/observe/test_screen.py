@@ -37,6 +37,7 @@ def board(**fields: Any) -> Board:
         "mode": "auto",
         "upstream": "http://127.0.0.1:8080",
         "build": "b1",
+        "started": 1_790_000_000.0,
         "uptime_seconds": 7500.0,
         "slots": [row(), row(id=1, role=None, client=None, conversation=None, tokens=None, reused=[])],
         "under_way": [],

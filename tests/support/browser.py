@@ -49,13 +49,16 @@ class Page:
         self.complaints: list[str] = []
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        await self._socket.send_json({"id": number, "method": method, "params": params})
-        said = await answer
+        said = await self._ask(method, params)
         assert "error" not in said, said
         result: dict[str, Any] = said["result"]
         return result
+
+    async def _ask(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        return await answer
 
     async def run(self, script: str) -> Any:
         """The value of an expression in the page."""
@@ -64,11 +67,15 @@ class Page:
         return said["result"].get("value")
 
     async def until(self, script: str, seconds: float = 15) -> None:
-        """Wait until an expression is true."""
+        """Wait until an expression is true; one that fails is not, as while another document comes."""
         deadline = asyncio.get_running_loop().time() + seconds
-        while not await self.run(script):
+        while not await self._is_true(script):
             assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s: {script}"
             await asyncio.sleep(0.05)
+
+    async def _is_true(self, script: str) -> bool:
+        said = await self._ask("Runtime.evaluate", {"expression": script, "returnByValue": True})
+        return "result" in said and said["result"]["result"].get("value") is True
 
     async def press(self, key: str) -> None:
         code = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}[key]

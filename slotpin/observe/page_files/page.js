@@ -38,6 +38,8 @@ function cell(text, kind) {
 }
 
 function showBoard(board) {
+  // Another slotpin than the one whose records are shown.
+  if (lastBoard && board.started !== lastBoard.started) return location.reload();
   lastBoard = board;
   const mode = board.mode === false ? "off: nothing is pinned" : String(board.mode);
   at("lost").textContent = "";
