@@ -56,7 +56,8 @@ class Page:
 
     async def _ask(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         await self._socket.send_json({"id": number, "method": method, "params": params})
         return await answer
 
