@@ -13,7 +13,16 @@ KEPT = 1000
 
 WAITING, UNDER_WAY = "waiting", "under_way"
 # How an exchange can end, as proxy/exchange.py says it.
-OUTCOMES = ("completed", "client_left", "upstream_broke", "upstream_refused", "unreachable", "refused", "failed")
+OUTCOMES = (
+    "completed",
+    "client_left",
+    "cut_off",
+    "upstream_broke",
+    "upstream_refused",
+    "unreachable",
+    "refused",
+    "failed",
+)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

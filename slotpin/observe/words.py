@@ -30,6 +30,7 @@ _OUTCOMES = {
     UNDER_WAY: "it is under way",
     "completed": "the client got its whole answer",
     "client_left": "the client left before the answer was complete",
+    "cut_off": "slotpin was stopped before the answer was complete",
     "upstream_broke": "llama-server's answer broke off, or ended without its message end",
     "upstream_refused": "llama-server answered with an error, which was passed on",
     "unreachable": "llama-server could not be reached; the client got 502",

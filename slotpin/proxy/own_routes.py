@@ -125,11 +125,9 @@ class OwnRoutes:
         try:
             while not self._closing.is_set():
                 for place, record in records.after(number):
-                    incoming.write(_event(b"exchange", record, place))
-                    await incoming.flow.drain()
+                    await _send(incoming, _event(b"exchange", record, place))
                     number = place
-                incoming.write(_event(b"board", board(self._state)))
-                await incoming.flow.drain()
+                await _send(incoming, _event(b"board", board(self._state)))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), EVENT_SECONDS)
             incoming.finish()
@@ -145,6 +143,13 @@ class _Explained(msgspec.Struct):
 _JSON = (b"Content-Type", b"application/json")
 # Balancers compare it byte by byte.
 HEALTHY = Reply(200, b'{"status": "ok"}', (_JSON,))
+
+
+async def _send(incoming: Incoming, data: bytes) -> None:
+    """At once, and no faster than it is read."""
+    incoming.write(data)
+    incoming.flush()
+    await incoming.flow.drain()
 
 
 def _event(name: bytes, value: object, number: int | None = None) -> bytes:
