@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from hmac import compare_digest
 from ipaddress import ip_address
 
@@ -36,7 +37,8 @@ class Guard:
         # A browser asks with OPTIONS, and without a key, whether it may send one; llama-server does the same.
         if self._keys and head.method != "OPTIONS" and not self._has_key(head):
             message = "a key is needed: one of listen.apiKeys, as Authorization: Bearer KEY or x-api-key: KEY"
-            return error(401, "invalid_api_key", message, ((b"WWW-Authenticate", b"Bearer"),))
+            asks = b'Basic realm="slotpin, any name and a key"' if _is_page(head) else b"Bearer"
+            return error(401, "invalid_api_key", message, ((b"WWW-Authenticate", asks),))
         return None
 
     def _allow(self, host: bytes) -> bool:
@@ -56,10 +58,27 @@ class Guard:
 
     def _has_key(self, head: RequestHead) -> bool:
         scheme, _, token = (head.get(b"authorization") or b"").partition(b" ")
-        sent = (token.strip() if scheme.lower() == b"bearer" else b"", head.get(b"x-api-key") or b"")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        basic = _password(token) if scheme.lower() == b"basic" and _is_page(head) else b""
+        sent = (bearer, basic, head.get(b"x-api-key") or b"")
         # All are compared, so that the time tells nothing.
         right = [compare_digest(each, key) for key in self._keys for each in sent]
         return any(right)
+
+
+def _is_page(head: RequestHead) -> bool:
+    """Whether a person looks with a browser, which knows passwords only. It sends them with what other sites ask for
+    too, so they open nothing else."""
+    path = head.target.partition(b"?")[0]
+    return head.method in ("GET", "HEAD") and path in (b"/slotpin", b"/slotpin/", b"/slotpin/events")
+
+
+def _password(token: bytes) -> bytes:
+    """RFC 7617 section 2; the name does not matter."""
+    try:
+        return b64decode(token.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _is_address(name: str) -> bool:

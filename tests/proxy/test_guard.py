@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 
 import pytest
 
@@ -226,3 +227,34 @@ async def test_keys_are_changed_without_a_restart() -> None:
             await client.send(request("POST", CHAT, b"{}", [b"Authorization: Bearer sk-three"]))
             assert (await client.read_response()).status == status
         await client.close()
+
+
+# The page, for which a browser asks for a name and a password
+
+
+def basic(text: bytes) -> list[bytes]:
+    return [b"Authorization: Basic " + b64encode(text)]
+
+
+@on_loop
+async def test_the_page_takes_a_key_as_a_password() -> None:
+    async with stub_upstream() as stub, running_proxy(settings_for(stub, listen=KEYS)) as running:
+        asked = await running.fetch("/slotpin/", None)
+        assert asked.status == 401
+        assert (asked.get(b"WWW-Authenticate") or b"").startswith(b"Basic realm=")
+        for right in (b"me:sk-one", b":sk-two"):
+            assert (await running.fetch("/slotpin/", None, basic(right))).status == 200
+        for wrong in (b"sk-one:", b"me:sk-three", b"sk-one", b"", b"\xff"):
+            assert (await running.fetch("/slotpin/", None, basic(wrong))).status == 401
+        assert (await running.fetch("/slotpin/", None, [b"Authorization: Basic !"])).status == 401
+
+
+@on_loop
+async def test_a_password_opens_nothing_else() -> None:
+    async with stub_upstream() as stub, running_proxy(settings_for(stub, listen=KEYS)) as running:
+        right = basic(b"me:sk-one")
+        for target, body in ((CHAT, b"{}"), ("/slotpin/status", None), ("/v1/models", None), ("/slotpin/forget", b"")):
+            refused = await running.fetch(target, body, right)
+            assert refused.status == 401
+            assert refused.get(b"WWW-Authenticate") == b"Bearer"
+        assert stub.requests == []
