@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ class Observer:
         self.totals.add(record)
         if self.trace is not None:
             self.trace(record, header)
-        self._log.info("exchange", **fields(record))
+        if self._log.is_enabled_for(logging.INFO):
+            self._log.info("exchange", **fields(record))
 
     @property
     def under_way(self) -> list[Record]:
