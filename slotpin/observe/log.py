@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import structlog
@@ -37,12 +37,26 @@ def configure(form: Literal["auto", "console", "json"], level: str) -> None:
         ),
         cache_logger_on_first_use=False,
     )
+    _CURRENT.bind()
     logging.basicConfig(handlers=[_Forward()], level=max(threshold, logging.WARNING), force=True)
 
 
 def get() -> Log:
-    log: Log = structlog.get_logger().bind()  # once and for all: else each event would bind anew
-    return log
+    """Logs as the last `configure` says, also if that comes later."""
+    return cast(Log, _CURRENT)
+
+
+class _Current:
+    """Its methods are those of a logger that is bound once for each `configure`; else each event would bind anew."""
+
+    def bind(self) -> None:
+        bound = structlog.get_logger().bind()
+        for name in ("debug", "info", "warning", "error", "exception", "log", "is_enabled_for"):
+            setattr(self, name, getattr(bound, name))
+
+
+_CURRENT = _Current()
+_CURRENT.bind()
 
 
 def _without_nothing(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

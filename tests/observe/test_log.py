@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
 from slotpin.observe import lines, log
+from tests.real.client import fetch
+from tests.real.prompts import chat
+from tests.support.processes import wait_until
+from tests.support.program import Program
 
 EXCHANGE = {
     "event": "exchange",
@@ -81,3 +87,19 @@ def test_json_leaves_out_what_is_not_known(capfdbinary: pytest.CaptureFixture[by
     event = json.loads(written)
     assert event.pop("timestamp").endswith("Z")
     assert event == {"event": "exchange", "level": "info", "request": "a"}
+
+
+def test_level_and_format_change_while_it_runs(tmp_path: Path) -> None:
+    def write(**settings: str) -> None:
+        content = {"listen": {"port": 0}, "main": {"baseUrl": "http://127.0.0.1:9/v1"}, "log": settings}
+        (tmp_path / "slotpin.json").write_text(json.dumps(content))
+
+    write(format="console", level="warning")
+    with Program(tmp_path, "serve") as program:
+        assert fetch(f"{program.url}/v1/chat/completions", chat()).status == 502
+        write(format="json", level="info")
+        program.signal(signal.SIGHUP)
+        wait_until(lambda: bool(program.events("config_reloaded")), "the file is read")
+        assert fetch(f"{program.url}/v1/chat/completions", chat()).status == 502
+        wait_until(lambda: bool(program.events("exchange")), "the second one is logged")
+        assert [json.loads(line)["event"] for line in program.err.splitlines()] == ["config_reloaded", "exchange"]
