@@ -95,28 +95,30 @@ async def measure_one(
                 results.missing[name] = str(problem)
         for number in range(rounds):
             for target in running:
-                if target.name not in results.missing and (number < SLOW_ROUNDS or target.name not in SLOW):
+                failed = (target.name, measure) in results.failed
+                if not failed and (number < SLOW_ROUNDS or target.name not in SLOW):
                     await measure_round(bench, measure, target, results)
                     print(f"round {number + 1} of {rounds}: {measure}, {target.name}", file=sys.stderr, flush=True)
         for target in running:
-            if target.name == "slotpin" and target.name not in results.missing:
-                await see_it_has_pinned(target, results)
+            if target.name == "slotpin" and (reason := await what_was_not_pinned(target)):
+                results.failed[target.name, measure] = reason
 
 
 async def measure_round(bench: Bench, measure: str, target: Target, results: Results) -> None:
     try:
         results.add(measure, target.name, await MEASURES[measure](bench, target))
-    except (UserError, TimeoutError, OSError, asyncio.IncompleteReadError) as problem:
-        results.missing[target.name] = f"{measure} fails: {problem or type(problem).__name__}"
+    except UserError as problem:
+        results.failed[target.name, measure] = str(problem)
+    except (TimeoutError, OSError, asyncio.IncompleteReadError) as problem:
+        results.failed[target.name, measure] = f"no answer ({type(problem).__name__})"
 
 
-async def see_it_has_pinned(target: Target, results: Results) -> None:
+async def what_was_not_pinned(target: Target) -> str:
     """Figures of requests that were not pinned are none of pinning."""
     async with wire(target.port) as client:
         decisions = json.loads(await client.get("/slotpin/status"))["decisions"]
     others = {each["reason"]: each["count"] for each in decisions if each["reason"] != "pinned"}
-    if sum(others.values()) > 0.01 * sum(each["count"] for each in decisions):
-        results.missing[target.name] = f"it has not pinned everything: {others}"
+    return f"not everything was pinned: {others}" if others else ""
 
 
 async def warm_up(target: Target, folder: Path) -> None:

@@ -128,7 +128,7 @@ class Bench:
                 for number, each in enumerate(some, first):
                     each.post(CHAT, body, f"idle-{number}")
                 async with asyncio.timeout(120):
-                    await asyncio.gather(*(each.reader.readuntil(b'T"}') for each in some))
+                    await asyncio.gather(*(each.reader.readuntil(b'T"') for each in some))
             return {"idle": target.rss() / MB, "idle.growth": (target.rss() - before) / MB}
 
     async def abort(self, target: Target) -> Figures:

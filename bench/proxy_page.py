@@ -20,10 +20,12 @@ TITLES = {
 
 @dataclass(slots=True)
 class Results:
-    """By metric and target one figure a round; `missing` says why a target is not there."""
+    """By metric and target one figure a round; `missing` says why a target is not there, `failed` why a measure of it
+    is not, by target and measure."""
 
     rounds: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     missing: dict[str, str] = field(default_factory=dict)
+    failed: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, measure: str, target: str, figures: dict[str, float]) -> None:
         for key, figure in figures.items():
@@ -32,6 +34,8 @@ class Results:
     def series(self, metric: Metric, target: str) -> list[float]:
         """One figure a round; what the target adds where the metric is of that."""
         found = self.rounds.get(metric.key, {}).get(target, [])
+        if (target, metric.key.partition(".")[0]) in self.failed:
+            return []
         if not metric.added:
             return found
         direct = self.rounds.get(metric.key, {}).get("direct", [])
@@ -128,7 +132,8 @@ def tables(results: Results, measures: Sequence[str], targets: Sequence[str]) ->
             cells = [_cell(results, metric, target) for target in there]
             lines.append(f"| {metric.title}{f', {metric.unit}' if metric.unit else ''} | {' | '.join(cells)} |")
         lines.append("")
-    lines += [f"{target}: not measured, {reason}." for target, reason in results.missing.items()]
+    lines += [f"- {target}: not measured, {reason}" for target, reason in results.missing.items()]
+    lines += [f"- {target}, {TITLES[measure]}: {reason}" for (target, measure), reason in results.failed.items()]
     return "\n".join(lines)
 
 
