@@ -56,7 +56,8 @@ are measured in {slow} rounds and with 16 connections at most.
 
 A stream's chunk carries the time when it was made; its delay is how old it is when it arrives. The stub sends each with
 a call of its own. A large body is one chat request with many messages; "role from the path" means `/main/v1/…` for
-slotpin and nothing else for the others. Peak memory is the most that was resident, less what the fresh process had.
+slotpin and nothing else for the others. Peak memory is the most that was resident in the first round, less what the
+fresh process had after twenty short requests.
 """
 
 

@@ -95,16 +95,8 @@ class Bench:
         return figures
 
     async def bodies(self, target: Target) -> Figures:
-        figures: Figures = {}
-        for path, kind in ((CHAT, "read"), (target.role_path, "path")):
-            for name, size in BODY_SIZES.items():
-                body = self._file(f"body-{size}", chat("", size))
-                if target.process is not None:
-                    target.forget_peak()
-                load, _ = await self._load(target, path, body, 1, 1.0)
-                figures[f"{kind}.p50.{name}"] = load.latency.p50 / 1e6
-                if target.process is not None:
-                    figures[f"{kind}.rss.{name}"] = (target.peak_rss() - target.fresh_rss) / MB
+        """Large requests, and what others notice of them."""
+        figures = await self._large(target, CHAT)
         paced = self._file("others", chat(f"chunks={int(400 * self._scale)} gap=10000", stream=True))
         large = self._file("body-5000000", chat("", BODY_SIZES["5 MB"]))
         streams = asyncio.create_task(self._load(target, CHAT, paced, 8, 0))
@@ -116,12 +108,28 @@ class Bench:
         figures["others"] = load.delay.max / 1e6
         return figures
 
+    async def path(self, target: Target) -> Figures:
+        """Large requests whose role is known without looking into them."""
+        return await self._large(target, target.role_path)
+
+    async def _large(self, target: Target, path: str) -> Figures:
+        figures: Figures = {}
+        first = not target.used
+        target.used = True
+        for name, size in BODY_SIZES.items():
+            body = self._file(f"body-{size}", chat("", size))
+            target.forget_peak()
+            load, _ = await self._load(target, path, body, 1, 1.0)
+            figures[f"p50.{name}"] = load.latency.p50 / 1e6
+            if first and target.process is not None:  # later there is memory left of the larger ones
+                figures[f"rss.{name}"] = (target.peak_rss() - target.fresh_rss) / MB
+        return figures
+
     async def memory(self, target: Target) -> Figures:
         """Streams that are open and silent."""
         if target.process is None:
             return {}
         async with contextlib.AsyncExitStack() as stack:
-            before = target.rss()
             body = chat(f"chunks=2 gap={FOREVER}", stream=True)
             for first in range(0, IDLE_STREAMS, 50):
                 some = [await stack.enter_async_context(wire(target.port)) for _ in range(50)]
@@ -129,7 +137,8 @@ class Bench:
                     each.post(CHAT, body, f"idle-{number}")
                 async with asyncio.timeout(120):
                     await asyncio.gather(*(each.reader.readuntil(b'T"') for each in some))
-            return {"idle": target.rss() / MB, "idle.growth": (target.rss() - before) / MB}
+            rss = target.rss()
+        return {"fresh": target.fresh_rss / MB, "idle": rss / MB, "growth": (rss - target.fresh_rss) / MB}
 
     async def abort(self, target: Target) -> Figures:
         """Clients that leave before a first byte came."""
@@ -191,6 +200,7 @@ MEASURES: dict[str, Measure] = {
     "small": Bench.small,
     "streams": Bench.streams,
     "bodies": Bench.bodies,
+    "path": Bench.path,
     "memory": Bench.memory,
     "abort": Bench.abort,
 }
@@ -198,12 +208,10 @@ MEASURES: dict[str, Measure] = {
 MANY_SLOTS = frozenset({"memory", "abort"})
 
 
-def _bodies(kind: str, words: str) -> list[Metric]:
-    found = []
-    for name in BODY_SIZES:
-        found.append(Metric(f"bodies.{kind}.p50.{name}", f"{name}, {words}: added p50", "ms", added=True))
-        found.append(Metric(f"bodies.{kind}.rss.{name}", f"{name}, {words}: peak memory above a fresh start", "MB"))
-    return found
+def _large(measure: str) -> list[Metric]:
+    times = [Metric(f"{measure}.p50.{name}", f"{name}: added p50", "ms", added=True) for name in BODY_SIZES]
+    peaks = [Metric(f"{measure}.rss.{name}", f"{name}: peak memory above a fresh start", "MB") for name in BODY_SIZES]
+    return [*times, *peaks]
 
 
 def _paced() -> list[Metric]:
@@ -231,13 +239,14 @@ METRICS: dict[str, Sequence[Metric]] = {
         Metric("streams.burst", "chunks a second, one stream at full speed", "", higher=True),
     ],
     "bodies": [
-        *_bodies("read", "role from the body"),
-        *_bodies("path", "role from the path"),
+        *_large("bodies"),
         Metric("bodies.others", "longest delay of a chunk of others while 5 MB bodies arrive", "ms"),
     ],
+    "path": _large("path"),
     "memory": [
+        Metric("memory.fresh", "memory after a few requests", "MB"),
         Metric("memory.idle", "memory with 1,000 idle streams", "MB"),
-        Metric("memory.idle.growth", "of that, what the streams have added", "MB"),
+        Metric("memory.growth", "the difference", "MB"),
     ],
     "abort": [
         Metric("abort.at_once", "seen upstream within 20 ms", "%", higher=True),

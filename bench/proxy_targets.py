@@ -97,7 +97,7 @@ class Command:
 @dataclass(slots=True)
 class Target:
     """A proxy that runs in front of the stub on port `upstream`. `role_path`: where a request's role is known by its
-    path. `process` None: there is none."""
+    path. `process` None: there is none. `used`: it has been measured before."""
 
     name: str
     port: int
@@ -105,6 +105,7 @@ class Target:
     role_path: str = CHAT
     process: psutil.Process | None = None
     fresh_rss: int = 0
+    used: bool = False
 
     @property
     def _processes(self) -> list[psutil.Process]:
