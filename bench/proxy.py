@@ -37,8 +37,11 @@ ROUNDS, QUICK_ROUNDS, SLOW_ROUNDS = 5, 2, 2
 QUICK_SCALE = 0.3
 METHOD = """# What a proxy costs
 
-`python -m bench.proxy{options}` wrote this page on {machine}, {rounds} rounds, at a load average of {load} before it
-began. Measured: {versions}.
+`python -m bench.proxy{options}` wrote this page.
+
+- machine: {machine}
+- measured: {versions}
+- rounds: {rounds}; the load average before they began: {load}
 
 Everything runs on this one machine over loopback: a stub in llama-server's place and a load client, both in C on epoll
 (`bench/load/`) and on one core; the targets are on another. The targets are measured in turn within each round; figures
