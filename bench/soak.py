@@ -259,7 +259,7 @@ def verdict(faults: Sequence[str]) -> str:
     return "\n".join(["Faults:", *(f"- {fault}" for fault in faults[:20])]) if faults else "Nothing is left over."
 
 
-METHOD = """# Half an hour of everything
+METHOD = """# Everything at once, for {minutes:g} minutes
 
 `python -m bench.soak --minutes {minutes:g}` wrote this page on a {system} machine ({machine}, {cores} cores).
 
