@@ -14,8 +14,14 @@ _SCALAR = re.compile(rb"[^\s,\]}]+")
 _NESTED = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]|[^"\[\]{}]+', re.DOTALL)
 
 
-def splice(body: bytes, members: Mapping[str, bytes], present: frozenset[str] = frozenset()) -> bytes:
+Text = bytes | bytearray
+Pieces = tuple[bytes | bytearray | memoryview, ...]
+
+
+def splice(body: Text, members: Mapping[str, bytes], present: frozenset[str] = frozenset()) -> Pieces:
     """Insert `members` (name to JSON text) into `body`, the text of a JSON object that has been decoded once.
+
+    The result comes in pieces, to be sent one after the other: a body of megabytes is not copied.
 
     A name in `present` already stands at the top level (as null): its last value is replaced in place, because the
     server keeps the last of two equal names, so that one put in front would lose.
@@ -26,15 +32,15 @@ def splice(body: bytes, members: Mapping[str, bytes], present: frozenset[str] = 
     new = (name for name in members if name not in present)
     inserted = b",".join(b'"%s":%s' % (name.encode(), members[name]) for name in new)
     if not inserted:
-        return body
+        return (body,)
     brace = body.index(b"{") + 1
     first = _SPACE.match(body, brace)
     assert first is not None
     separator = b"" if body[first.end() : first.end() + 1] == b"}" else b","
-    return b"".join((memoryview(body)[:brace], inserted, separator, memoryview(body)[brace:]))
+    return bytes(memoryview(body)[:brace]) + inserted + separator, memoryview(body)[brace:]
 
 
-def _replace_last(body: bytes, members: Mapping[str, bytes]) -> bytes:
+def _replace_last(body: Text, members: Mapping[str, bytes]) -> Text:
     last: dict[str, tuple[int, int]] = {}
     for name, start, end in _top_level(body):
         if name in members:
@@ -44,7 +50,7 @@ def _replace_last(body: bytes, members: Mapping[str, bytes]) -> bytes:
     return body
 
 
-def _top_level(body: bytes) -> list[tuple[str, int, int]]:
+def _top_level(body: Text) -> list[tuple[str, int, int]]:
     """Name, start and end of the value of each member of the outermost object."""
     spans: list[tuple[str, int, int]] = []
     position = _skip_space(body, body.index(b"{") + 1)
@@ -60,7 +66,7 @@ def _top_level(body: bytes) -> list[tuple[str, int, int]]:
     return spans
 
 
-def _value_end(body: bytes, start: int) -> int:
+def _value_end(body: Text, start: int) -> int:
     if body[start] == ord('"'):
         return _end(_STRING, body, start)
     if body[start] not in b"[{":
@@ -77,11 +83,11 @@ def _value_end(body: bytes, start: int) -> int:
             return position
 
 
-def _skip_space(body: bytes, position: int) -> int:
+def _skip_space(body: Text, position: int) -> int:
     return _end(_SPACE, body, position)
 
 
-def _end(pattern: re.Pattern[bytes], body: bytes, position: int) -> int:
+def _end(pattern: re.Pattern[bytes], body: Text, position: int) -> int:
     match = pattern.match(body, position)
     if match is None:  # the caller decoded this text, so it is well-formed
         raise ValueError(f"not JSON at byte {position}")

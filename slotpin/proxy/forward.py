@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Literal
 
+from slotpin.pinning.splice import Pieces
 from slotpin.proxy.answer import Answer
 from slotpin.proxy.headers import RequestHead, upstream_head, via, with_forwarded
 from slotpin.proxy.listener import Incoming
@@ -26,13 +27,13 @@ class Forward:
         self.reached = False
 
     async def send(
-        self, address: Address, target: bytes, body: bytes | None, answer: Answer, authorization: bytes | None
+        self, address: Address, target: bytes, body: Pieces | None, answer: Answer, authorization: bytes | None
     ) -> Forwarded:
         """Send the request and relay its answer. `body` None: pass the client's on while it arrives."""
         incoming = self._incoming
         if body is None and incoming.body.complete:
-            body = await incoming.body.read()
-        length = incoming.head.content_length if body is None else len(body)
+            body = (await incoming.body.read(),)
+        length = incoming.head.content_length if body is None else sum(map(len, body))
         if target != b"*":
             target = address.root.encode() + target
         head = upstream_head(self._head(answer), target, address.host_header, length, authorization)
@@ -83,11 +84,11 @@ class Forward:
         return head
 
     async def _transfer(
-        self, connection: UpstreamConnection, head: bytes, body: bytes | None, answer: Answer, *, sized: bool
+        self, connection: UpstreamConnection, head: bytes, body: Pieces | None, answer: Answer, *, sized: bool
     ) -> None:
         """One try: until the answer is complete. Raises UpstreamError."""
         self._incoming.flow.on_change = connection.throttle
-        connection.start(self._incoming.head.method, head, body or b"", answer)
+        connection.start(self._incoming.head.method, head, body or (), answer)
         self.reached = True
         idle_seconds = self._running.settings.timeouts.idle_seconds
         if body is not None:

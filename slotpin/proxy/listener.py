@@ -39,6 +39,7 @@ class RequestBody:
         self._hold = hold
         self._expects_continue = expects_continue
         self._pieces: deque[bytes] = deque()
+        self._whole: bytearray | None = None  # what came since somebody wants all of it
         self._buffered = 0
         self._limit: int | None = BODY_HIGH_WATER
         self._paused = False
@@ -48,6 +49,9 @@ class RequestBody:
 
     def feed(self, data: bytes) -> None:
         if self._discarded:
+            return
+        if self._whole is not None:
+            self._whole += data
             return
         self._pieces.append(data)
         self._buffered += len(data)
@@ -61,15 +65,19 @@ class RequestBody:
         self._resume()
         self._wake()
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """The whole body, of any size."""
         self._limit = None
         self._ask()
-        while not self.complete:
+        if self.complete and len(self._pieces) == 1:
+            return self._pieces.popleft()
+        # One buffer that grows: pieces that are joined at the end would need the memory twice.
+        self._whole = bytearray().join(self._pieces)
+        self._pieces.clear()
+        if not self.complete:
             self._resume()
             await self._more()
-        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
+        body, self._whole = self._whole, None
         return body
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -87,6 +95,7 @@ class RequestBody:
     def discard(self) -> None:
         """Read on, but keep nothing."""
         self._discarded = True
+        self._whole = None
         self._pieces.clear()
         self._resume()
 

@@ -25,7 +25,7 @@ from slotpin.pinning.request import Body, Opening, Request, read_body, read_open
 from slotpin.pinning.reuse import WARN_TOKENS
 from slotpin.pinning.roles import NO_RECOGNISERS, Classified, OnUnsafe, Role, classify
 from slotpin.pinning.route import Route
-from slotpin.pinning.splice import splice
+from slotpin.pinning.splice import Pieces, Text, splice
 from slotpin.pinning.topology import Topology
 from slotpin.pinning.turn import Difference, Turn, difference, read_turn
 from slotpin.proxy.headers import RequestHead
@@ -42,7 +42,7 @@ class Plan:
 
     classified: Classified
     decision: Decision
-    raw: bytes | None
+    raw: Text | None
     body: Body | None = None
     probed: Probed | None = None
     server: Server | None = None
@@ -66,15 +66,17 @@ class Plan:
         return self.body.completions if self.body is not None else 1
 
     @property
-    def payload(self) -> bytes | None:
+    def payload(self) -> Pieces | None:
         """The body to send: the client's own bytes, with what the decision adds."""
         members: dict[str, bytes] = {}
         if self.decision.add_id:
             members["id_slot"] = b"%d" % (self.decision.slot or 0)
         if self.decision.add_cache_prompt:
             members["cache_prompt"] = b"true"
-        if not members or self.raw is None or self.body is None:
-            return self.raw
+        if self.raw is None:
+            return None
+        if not members or self.body is None:
+            return (self.raw,)
         return splice(self.raw, members, self.body.request.nulls)
 
 
@@ -87,7 +89,7 @@ class Planner:
         self._id = exchange_id
         self._head = head
 
-    def unread(self, route: Route, reason: Reason, raw: bytes | None) -> Plan:
+    def unread(self, route: Route, reason: Reason, raw: Text | None) -> Plan:
         """For a body that isn't looked into. It may run in any slot, also in one that it names."""
         return Plan(
             classify(route.role, self.header_role, NO_RECOGNISERS, None, None, Opening),
@@ -95,7 +97,7 @@ class Planner:
             raw,
         )
 
-    async def plan(self, route: Route, raw: bytes) -> Plan:
+    async def plan(self, route: Route, raw: Text) -> Plan:
         body = read_body(raw)
         if body is None:
             plan = self.unread(route, Reason.NOT_JSON_OBJECT, raw)

@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 import httptools
 
+from slotpin.pinning.splice import Pieces
 from slotpin.proxy.flow import FlowControl
 from slotpin.proxy.headers import Headers, framing
 
@@ -110,7 +111,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = transport
         self.flow = FlowControl(transport)
 
-    def start(self, method: str, head: bytes, body: bytes, sink: Sink) -> None:
+    def start(self, method: str, head: bytes, body: Pieces, sink: Sink) -> None:
         """Send a request head and what there is of its body, which `write` goes on with; the answer goes to `sink`."""
         self.requests += 1
         self._sink = sink
@@ -120,11 +121,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._heard_at = 0.0
         self._until_close = False
         self._parser = httptools.HttpResponseParser(self)
-        if len(body) <= JOINED_BYTES:
-            self._transport.write(head + body)
+        if sum(map(len, body)) <= JOINED_BYTES:
+            self._transport.write(b"".join((head, *body)))
         else:
-            self._transport.write(head)
-            self._transport.write(body)
+            for piece in (head, *body):
+                self._transport.write(piece)
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)

@@ -25,7 +25,7 @@ def forward(body: bytes, decision: Decision) -> bytes | None:
         members["id_slot"] = str(decision.slot).encode()
     if decision.add_cache_prompt:
         members["cache_prompt"] = b"true"
-    return splice(body, members, read(body).nulls)
+    return b"".join(splice(body, members, read(body).nulls))
 
 
 def slots_used(body: bytes, ids: tuple[int, ...]) -> frozenset[int]:
