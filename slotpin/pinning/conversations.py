@@ -23,6 +23,7 @@ conversation is a conversation of its own, known by the id and its opening.
 An id that changes with every request is no identity. A new id on a known conversation is taken for such as long as no
 id from that source has been seen there on two turns; after that it means a fork, which is a conversation of its own.
 When two conversations were taken for one in this way, the id that comes back first keeps it, and the other is a fork.
+Only `X-Slotpin-Session` is believed at once: who sets it means slotpin.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ _AGENT_HEADER = b"x-claude-code-agent-id"
 _PARENT_HEADER = b"x-parent-session-id"
 
 SessionId = tuple[str, str]  # source, value
+
+# Who sets this one says to slotpin which session it is: another value is another session from the first turn on.
+_OWN_HEADER = "x-slotpin-session"
 
 _LONGEST_ID = 200
 # Claude Code puts its session into the user's id: `user_…_account_…_session_…`, or the text of a JSON object.
@@ -406,7 +410,7 @@ def _may_be_meant(conversation: Conversation, model: str | None, ids: Sequence[S
 def _compatible(conversation: Conversation, source: str, value: str) -> bool:
     """Whether a request with this id may belong to the conversation."""
     seen = conversation.ids.get(source)
-    return seen is None or seen.value == value or not seen.stable
+    return seen is None or seen.value == value or not (seen.stable or source.lower() == _OWN_HEADER)
 
 
 def _landmarks(turn: Turn) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,8 @@ from slotpin.proxy.own_routes import OwnRoutes, is_own
 from slotpin.proxy.replies import Reply, error
 from slotpin.proxy.state import State
 
-HEALTH = b"/slotpin/health"  # for whoever watches over slotpin, so without a key
+# For whoever watches over slotpin and the server behind it, so without a key: llama-server wants none there either.
+_HEALTH = frozenset({b"/slotpin/health", b"/health", b"/v1/health"})
 
 
 class Proxy:
@@ -85,7 +86,7 @@ class Proxy:
     async def _handle(self, incoming: Incoming) -> None:
         path = incoming.head.target.partition(b"?")[0]
         try:
-            if path != HEALTH and (refusal := self._refusal(incoming.head)):
+            if path not in _HEALTH and (refusal := self._refusal(incoming.head)):
                 incoming.reply(refusal)
             elif is_own(path):
                 await self._own.handle(incoming, path)

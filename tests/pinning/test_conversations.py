@@ -212,6 +212,12 @@ class TestById:
             assert table.take(*LONG[:count], ids=[("x-request", str(count))]) == "c1"
         assert table.take(1, ids=[("x-request", "other")]) == "c2"
 
+    def test_slotpins_own_header_is_believed_at_once(self) -> None:
+        table = Table()
+        assert table.take("hello", ids=[("x-slotpin-session", "one")]) == "c1"
+        assert table.take("hello", ids=[("x-slotpin-session", "two")]) == "c2"
+        assert table.take("hello", "hi", "more", ids=[("x-slotpin-session", "one")]) == "c1"
+
     def test_retries_do_not_make_it_stable(self) -> None:
         table = Table()
         for count in range(1, 10):

@@ -145,7 +145,8 @@ async def test_without_a_key_nothing_is_served(enabled: bool | str, headers: lis
 async def test_health_and_preflight_need_no_key() -> None:
     async with stub_upstream() as stub, running_proxy(settings_for(stub, listen=KEYS)) as running:
         for host in (b"localhost", b"balancer.example"):
-            assert (await running.fetch("/slotpin/health", None, host=host)).status == 200
+            for path in ("/slotpin/health", "/health"):
+                assert (await running.fetch(path, None, host=host)).status == 200
         preflight = [b"Origin: http://localhost:3000", b"Access-Control-Request-Method: POST"]
         assert (await running.fetch(CHAT, None, preflight, "OPTIONS")).status == 200
 
