@@ -65,16 +65,16 @@ def test_turns_a_compaction_and_a_second_session(tmp_path: Path) -> None:
         assert claude.say("-p", "Which files are here?").startswith("ok ")
         assert claude.say("-p", "-c", "And which are mine?").startswith("ok ")
         claude.say("-p", "-c", "/compact")
-        turns = len(proxy.events("decision", role="main"))
+        turns = len(proxy.events("exchange", role="main"))
         assert claude.say("-p", "-c", "Go on.").startswith("ok ")
         assert claude.say("-p", "Something else.").startswith("ok ")
 
         main = [
-            (event["conversation"], event["slot"], event["reason"]) for event in proxy.events("decision", role="main")
+            (event["conversation"], event["slot"], event["reason"]) for event in proxy.events("exchange", role="main")
         ]
         assert main == [("c1", 0, "pinned")] * 3 + [("c2", 2, "pinned")]
         assert turns == 2
-        side = proxy.events("decision", role="compactor")
+        side = proxy.events("exchange", role="compactor")
         asked = {(event["found_by"], event["slot"], event["reason"]) for event in side}
         assert asked == {("claude-code-summary", 0, "extends_conversation")}
         first, second, compaction, *_ = proxy.events("exchange")

@@ -88,7 +88,7 @@ def test_rules_recognise_what_they_are_for(proxy: Slotpin, tmp_path: Path, name:
         asked = chat(f"{rule.get('user', '')}, please", model=rule.get("model", "any"))
         Slotpin(program).post("/v1/chat/completions", asked)
         Slotpin(program).post("/v1/chat/completions", chat("please"))
-        found = [event["found_by"] for event in program.events("decision")]
+        found = [event["found_by"] for event in program.events("exchange")]
     assert found == [rule["name"], "default"], name
 
 

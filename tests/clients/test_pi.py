@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -57,11 +58,12 @@ def check_reuse(usages: list[Event]) -> None:
     assert last["cacheRead"] > SYSTEM
 
 
-def shown(proxy: Slotpin) -> list[str]:
-    """The log in the page's short form."""
-    names = ("role", "found_by", "slot", "reason")
-    events = proxy.program.events("decision")
-    return ["decision   " + " ".join(f"{name}={event[name]}" for name in names) for event in events]
+LINE = re.compile(r"^[\d:]{8} (main|compactor) +slot (\d+) +(\w+)  re-used \d+ of \d+  ", re.MULTILINE)
+
+
+def logged(proxy: Slotpin) -> list[tuple[str, str, str]]:
+    """Role, slot and reason of each request, as the page's lines begin."""
+    return [(event["role"], str(event["slot"]), event["reason"]) for event in proxy.program.events("exchange")]
 
 
 def test_set_up_by_its_command(tmp_path: Path, proxy: Slotpin) -> None:
@@ -78,7 +80,7 @@ def test_set_up_by_its_command(tmp_path: Path, proxy: Slotpin) -> None:
     usages = two_prompts_a_compaction_and_one_more(tmp_path / "pi", proxy.url, files, "-e", found.stdout.strip())
     check_reuse(usages)
     (log,) = blocks("pi", "")
-    assert shown(proxy) == log.splitlines()
+    assert logged(proxy) == LINE.findall(log)
 
 
 def test_set_up_by_hand(tmp_path: Path, proxy: Slotpin) -> None:
@@ -87,5 +89,6 @@ def test_set_up_by_hand(tmp_path: Path, proxy: Slotpin) -> None:
     usages = two_prompts_a_compaction_and_one_more(tmp_path / "pi", proxy.url, files)
     check_reuse(usages)
     (log,) = blocks("pi", "")
-    by_hand = log.replace("role=main found_by=header", "role=main found_by=default")
-    assert shown(proxy) == by_hand.replace("found_by=header", "found_by=pi-summary").splitlines()
+    assert logged(proxy) == LINE.findall(log)
+    found = [event["found_by"] for event in proxy.program.events("exchange")]
+    assert found == ["default", "default", "pi-summary", "default"]

@@ -214,9 +214,9 @@ class TestById:
 
     def test_slotpins_own_header_is_believed_at_once(self) -> None:
         table = Table()
-        assert table.take("hello", ids=[("x-slotpin-session", "one")]) == "c1"
-        assert table.take("hello", ids=[("x-slotpin-session", "two")]) == "c2"
-        assert table.take("hello", "hi", "more", ids=[("x-slotpin-session", "one")]) == "c1"
+        assert table.take(1, ids=[("x-slotpin-session", "one")]) == "c1"
+        assert table.take(1, ids=[("x-slotpin-session", "two")]) == "c2"
+        assert table.take(1, 2, 3, ids=[("x-slotpin-session", "one")]) == "c1"
 
     def test_retries_do_not_make_it_stable(self) -> None:
         table = Table()
