@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import cast
@@ -13,7 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from slotpin.proxy.deadline import Deadline
-from slotpin.proxy.flow import FlowControl
+from slotpin.proxy.flow import FlowControl, Wire
 from slotpin.proxy.headers import Headers, RequestHead, check_request, response_head
 from slotpin.proxy.replies import Reply, error
 
@@ -32,10 +30,8 @@ KEEP_ALIVE_SECONDS = 75.0
 class RequestBody:
     """A body as it arrives. Read it whole, or piece by piece with back-pressure on the client."""
 
-    def __init__(
-        self, transport: asyncio.Transport, expects_continue: bool, hold: Callable[[object, bool], None]
-    ) -> None:
-        self._transport = transport
+    def __init__(self, wire: Wire, expects_continue: bool, hold: Callable[[object, bool], None]) -> None:
+        self._wire = wire
         self._hold = hold
         self._expects_continue = expects_continue
         self._pieces: deque[bytes] = deque()
@@ -102,7 +98,7 @@ class RequestBody:
     def _ask(self) -> None:
         # RFC 9110 section 10.1.1: the client waits for this before it sends the body.
         if self._expects_continue and not self.complete and not self._pieces:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._expects_continue = False
 
     async def _more(self) -> None:
@@ -212,7 +208,7 @@ class ClientConnection(asyncio.Protocol):
         self._handler = handler
         self._connections = connections
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
+        self._wire: Wire
         self._parser = httptools.HttpRequestParser(self)
         self._deadline: Deadline
         self.flow: FlowControl
@@ -239,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
         """Close after the answer that is under way, or now if there is none."""
         self.draining = True
         if self._current is None:
-            self._transport.close()
+            self._wire.close()
 
     @property
     def is_answering(self) -> bool:
@@ -247,28 +243,27 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def peer(self) -> str:
-        address = self._transport.get_extra_info("peername")
-        return address[0] if isinstance(address, tuple) else ""
+        return self._wire.peer
 
     async def cut_off(self) -> None:
         """End it now, whatever is under way, and wait until that has taken notice."""
         self.was_cut_off = True
         if (current := self._current) is not None:
             current.abort()
-        self._transport.abort()
+        self._wire.abort()
         await self.closed
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def write(self, data: bytes) -> None:
-        self._transport.write(data)
+        self._wire.write(data)
 
     def abort(self, reset: bool = False) -> None:
         """`reset`: where the end of the connection could be taken for the end of the body (HTTP/1.0)."""
-        if reset and not self._transport.is_closing():
-            sock = self._transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._transport.abort()
+        if reset:
+            self._wire.reset()
+        else:
+            self._wire.abort()
 
     def done(self, incoming: Incoming, close: bool) -> None:
         """The answer to `incoming` is complete."""
@@ -278,10 +273,10 @@ class ClientConnection(asyncio.Protocol):
         if not incoming.body.complete:
             # Closing with unread bytes would reset the connection, and the client might never see the answer.
             incoming.body.discard()
-            self._transport.write_eof()
+            self._wire.write_eof()
             self._deadline.set(LINGER_SECONDS)
         elif close or self.draining:
-            self._transport.close()
+            self._wire.close()
         elif self._last_words is not None and not self._ahead:
             self._refuse(self._last_words)
         elif self._ahead:
@@ -297,18 +292,18 @@ class ClientConnection(asyncio.Protocol):
         """Read nothing more from the client until everybody who held it has let go."""
         if on:
             self._holds.add(who)
-            self._transport.pause_reading()
+            self._wire.read(on=False)
             return
         self._holds.discard(who)
         if not self._holds:
-            self._transport.resume_reading()
+            self._wire.read(on=True)
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop derives its own from nothing
-        self._transport = transport
-        self.flow = FlowControl(transport)
+        self._wire = Wire(transport)
+        self.flow = FlowControl()
         self._connections.add(self)
         self._deadline = Deadline(transport.close)
         self._deadline.set(HEAD_SECONDS)
@@ -380,7 +375,7 @@ class ClientConnection(asyncio.Protocol):
             self._parser.should_keep_alive(),
             host,
         )
-        self._body = RequestBody(self._transport, expects, self.hold)
+        self._body = RequestBody(self._wire, expects, self.hold)
         incoming = Incoming(self, head, self._body)
         if self._current is None:
             self._begin(incoming)
@@ -398,7 +393,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._body.feed_end()
         if self._current is None:
-            self._transport.close()  # the answer came early, and now the client has sent the rest
+            self._wire.close()  # the answer came early, and now the client has sent the rest
 
     def _without_upgrade(self) -> bytes:
         """The head that was just read, to be read again without its upgrade, as RFC 9110 section 7.8 allows."""
@@ -438,14 +433,14 @@ class ClientConnection(asyncio.Protocol):
             if self._ahead and not self._ahead[-1].body.complete:
                 self._ahead.pop()
             return
-        if self._transport.is_closing() or (current is not None and current.started):
-            self._transport.abort()
+        if self._wire.is_closing or (current is not None and current.started):
+            self._wire.abort()
             return
         if current is not None and self._task is not None:
             self._task.cancel()  # it has begun with a body that turned out to be none
         headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
-        self._transport.write(response_head(reply.status, reply.phrase, headers) + reply.body)
-        self._transport.close()
+        self._wire.write(response_head(reply.status, reply.phrase, headers) + reply.body)
+        self._wire.close()
 
 
 def _origin_form(target: bytes) -> bytes:

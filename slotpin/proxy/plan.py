@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -98,15 +99,13 @@ class Planner:
         )
 
     async def plan(self, route: Route, raw: Text) -> Plan:
-        body = read_body(raw)
-        if body is None:
+        taken_in = await self._take_in(route, raw)
+        if taken_in is None:
             plan = self.unread(route, Reason.NOT_JSON_OBJECT, raw)
             plan.server, _ = await self._server(None)
             plan.tracked = self._shares_slots
             return plan
-        classified = self._classify(route, body)
-        assert route.shape is not None
-        turn = read_turn(body, route.shape)
+        body, classified, turn = taken_in
         server, probed = await self._server(body.model)
         request = replace(body.request, fans_out=True) if body.completions > 1 else body.request
         if route.shape is Shape.ANTHROPIC:
@@ -123,6 +122,22 @@ class Planner:
         if chosen and not server.pinning_helps(self._running.retry_seconds):
             plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
         return plan
+
+    async def _take_in(self, route: Route, raw: Text) -> tuple[Body, Classified, Turn] | None:
+        """Large bodies one after the other, with pauses: in the milliseconds that each takes nothing else is done."""
+        assert route.shape is not None
+        if len(raw) < LARGE_BYTES:
+            body = read_body(raw)
+            return None if body is None else (body, self._classify(route, body), read_turn(body, route.shape))
+        async with self._state.taking_in:
+            await asyncio.sleep(0)
+            body = read_body(raw)
+            await asyncio.sleep(0)
+            if body is None:
+                return None
+            classified = self._classify(route, body)
+            await asyncio.sleep(0)
+            return body, classified, read_turn(body, route.shape)
 
     @property
     def _shares_slots(self) -> bool:
@@ -249,6 +264,8 @@ class Planner:
         return key.decode("latin-1") if key else None
 
 
+# What takes longer than all else that is done for a request.
+LARGE_BYTES = 512 * 1024
 ROLES: dict[bytes, Role] = {role.encode(): role for role in Role}
 ON_UNSAFE: dict[bytes, OnUnsafe] = {each.encode(): each for each in OnUnsafe}
 _NOBODY = "?"  # no conversation's key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -81,6 +82,7 @@ class State:
         self.history = History()
         self.observer = Observer(log)
         self.relayed = 0
+        self.taking_in = asyncio.Lock()  # one large body at a time
         self._pools: dict[Address, UpstreamPool] = {}
         self.servers: dict[Hashable, Server] = {}
 

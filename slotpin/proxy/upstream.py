@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import httptools
 
 from slotpin.pinning.splice import Pieces
-from slotpin.proxy.flow import FlowControl
+from slotpin.proxy.flow import FlowControl, Wire
 from slotpin.proxy.headers import Headers, framing
 
 # llama-server closes an idle connection after 5 s and after 100 requests (cpp-httplib's keep-alive defaults).
@@ -90,7 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
         # For the life of the connection.
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
+        self._wire: Wire
         self.flow: FlowControl
         self.requests = 0
         self.idle_since = 0.0
@@ -108,8 +108,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop derives its own from nothing
-        self._transport = transport
-        self.flow = FlowControl(transport)
+        self._wire = Wire(transport)
+        self.flow = FlowControl()
 
     def start(self, method: str, head: bytes, body: Pieces, sink: Sink) -> None:
         """Send a request head and what there is of its body, which `write` goes on with; the answer goes to `sink`."""
@@ -122,13 +122,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._until_close = False
         self._parser = httptools.HttpResponseParser(self)
         if sum(map(len, body)) <= JOINED_BYTES:
-            self._transport.write(b"".join((head, *body)))
+            self._wire.write(b"".join((head, *body)))
         else:
             for piece in (head, *body):
-                self._transport.write(piece)
+                self._wire.write(piece)
 
     def write(self, data: bytes) -> None:
-        self._transport.write(data)
+        self._wire.write(data)
 
     def limit_silence(self, seconds: float) -> None:
         """The request is sent: from now on the answer breaks when nothing of it comes for so long. 0: for ever."""
@@ -140,7 +140,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._sink is None or self.requests != request:
             return
         now = self._loop.time()
-        if not self._transport.is_reading():
+        if not self._wire.is_reading:
             self._due_since = now  # it is the client that takes nothing
         left = max(self._heard_at, self._due_since) + seconds - now
         if left <= 0:
@@ -150,29 +150,24 @@ class UpstreamConnection(asyncio.Protocol):
 
     def throttle(self, paused: bool) -> None:
         """Stop or go on reading the answer: the client takes it more slowly than the server sends it."""
-        if self.closed:
-            return
-        if paused:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+        self._wire.read(on=not paused)
 
     def abort(self) -> None:
         """Close at once, so that llama-server sees that nobody waits any more and frees the slot."""
         self._sink = None
-        self._transport.abort()
+        self._wire.abort()
 
     @property
     def reusable(self) -> bool:
         # An answer that came early leaves the rest of its request behind.
-        sent = not self.closed and self._transport.get_write_buffer_size() == 0
+        sent = not self.closed and not self._wire.is_closing and self._wire.unsent == 0
         return sent and self._sink is None and self.requests < MAX_REQUESTS
 
     # asyncio.Protocol
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:
-            self._transport.abort()  # bytes that nobody asked for: the connection can't be trusted any more
+            self._wire.abort()  # bytes that nobody asked for: the connection can't be trusted any more
             return
         self._heard_at = self._loop.time()
         try:
@@ -206,7 +201,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._sink is None:
-            self._transport.abort()  # a second answer to one request
+            self._wire.abort()  # a second answer to one request
 
     def on_status(self, phrase: bytes) -> None:
         self._phrase += phrase
@@ -225,7 +220,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._method == "HEAD":
             # The parser would wait for the body that the head announces.
             self._finish()
-            self._transport.abort()
+            self._wire.abort()
 
     def on_body(self, data: bytes) -> None:
         if self._sink is not None:
@@ -236,7 +231,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._phrase, self._headers = b"", []
         elif self._sink is not None:
             if not self._parser.should_keep_alive():
-                self._transport.close()
+                self._wire.close()
                 self.closed = True
             self._finish()
 
@@ -247,7 +242,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _break(self, error: UpstreamError) -> None:
         sink, self._sink = self._sink, None
-        self._transport.abort()
+        self._wire.abort()
         if sink is not None:
             sink.on_broken(error)
 

@@ -153,7 +153,7 @@ def slotpin(home: Path, upstream: str, **config: Any) -> Iterator[Slotpin]:
     with Program(home, "serve", "--config", "slotpin.json") as program:
         yield Slotpin(program)
         assert program.process.poll() is None
-        assert "Traceback" not in program.err
+        assert "Traceback" not in program.err, program.err
         assert program.events("bug") == []
 
 
