@@ -249,11 +249,12 @@ class Client:
 
     async def send(self, *pieces: bytes) -> None:
         for piece in pieces:
-            self._writer.write(piece)
+            self.send_nowait(piece)
             await self._writer.drain()
 
     def send_nowait(self, data: bytes) -> None:
-        self._writer.write(data)
+        if not self._writer.transport.is_closing():
+            self._writer.write(data)
 
     async def read_head(self) -> bytes:
         return await self.reader.readuntil(b"\r\n\r\n")

@@ -83,6 +83,8 @@ class Connection:
 
     async def send(self, *pieces: bytes) -> None:
         for piece in pieces:
+            if self._writer.transport.is_closing():
+                raise ConnectionResetError("the client has left")
             self._writer.write(piece)
             await self._writer.drain()
 
