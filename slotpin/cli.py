@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from slotpin.checks import verify as verifying
 from slotpin.checks.client import key_for_requests, own_key
 from slotpin.completion import SHELLS, script
 from slotpin.config import Loaded, as_json, describe, find_config, load
-from slotpin.errors import UserError
+from slotpin.errors import UserError, printable
 from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
@@ -33,13 +34,12 @@ from slotpin.service import serve, up
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
-    arguments, after = _split(list(sys.argv[1:] if argv is None else argv))
-    options = build_parser().parse_args(arguments)
-    if after and options.command is not _up:
-        build_parser().error(f"nothing is passed on after --: {' '.join(after)}")
-    options.server_args = after
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     try:
-        status: int | None = options.command(options)
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
     except UserError as error:
         for line in str(error).splitlines():
             print(f"slotpin: {line}", file=sys.stderr)
@@ -50,6 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has left, as `head` does; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"slotpin: the output can't be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    arguments, after = _split(argv)
+    options = build_parser().parse_args(arguments)
+    if after and options.command is not _up:
+        build_parser().error(f"nothing is passed on after --: {' '.join(after)}")
+    options.server_args = after
+    status: int | None = options.command(options)
     return status or 0
 
 
@@ -352,7 +368,7 @@ def _explain(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(json.loads(bytes(found.request)), indent=2, ensure_ascii=False))
     else:
-        print("\n".join(f"{heading:<13} {text}" for heading, text in found.explained))
+        print(printable("\n".join(f"{heading:<13} {text}" for heading, text in found.explained)))
 
 
 def _place(options: argparse.Namespace) -> ask.Place:

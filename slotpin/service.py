@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slotpin.config import Loaded
 from slotpin.errors import UserError
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer
+from slotpin.llama.series import is_patched
 from slotpin.observe import log as logs
 from slotpin.observe.tracing import tracing
 from slotpin.pinning.decision import Unverified
@@ -75,6 +77,8 @@ async def _proxy(load: Load) -> AsyncIterator[Proxy]:
     settings = loaded.settings
     logs.configure(settings.log.format, settings.log.level)
     log = logs.get()
+    _make_room_for_connections()
+    is_patched("")  # reads the patches now: on a request's way there could be no descriptor left for them
     proxy = Proxy(settings, log, systemd.listening_socket())
     watchdog = asyncio.create_task(systemd.keep_watchdog())
     try:
@@ -91,6 +95,17 @@ async def _proxy(load: Load) -> AsyncIterator[Proxy]:
     finally:
         await proxy.stop()
         watchdog.cancel()
+
+
+def _make_room_for_connections() -> None:
+    """Raise the limit of open files to what this user may have: each request under way takes two."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS says more than it allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager

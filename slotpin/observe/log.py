@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import structlog
@@ -51,12 +51,19 @@ class _Current:
 
     def bind(self) -> None:
         bound = structlog.get_logger().bind()
-        for name in ("debug", "info", "warning", "error", "exception", "log", "is_enabled_for"):
+        for name in _METHODS:
             setattr(self, name, getattr(bound, name))
 
+    def __getattr__(self, name: str) -> Any:
+        """Before the first `configure`."""
+        if name not in _METHODS:
+            raise AttributeError(name)
+        self.bind()
+        return getattr(self, name)
 
+
+_METHODS = ("debug", "info", "warning", "error", "exception", "log", "is_enabled_for")
 _CURRENT = _Current()
-_CURRENT.bind()
 
 
 def _without_nothing(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

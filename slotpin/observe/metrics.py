@@ -32,7 +32,10 @@ def exposition(state: State, accept: str) -> tuple[bytes, str]:
     registry = CollectorRegistry()
     registry.register(_Totals(state))
     ProcessCollector(registry=registry)
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # an Accept header with a version that is none
+        encode, content_type = choose_encoder("")
     return encode(registry), content_type
 
 

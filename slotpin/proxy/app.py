@@ -67,8 +67,8 @@ class Proxy:
             connection.drain()
         if under_way := [connection.closed for connection in self._connections]:
             seconds = self.state.running.settings.timeouts.drain_seconds
-            answers = sum(connection.is_answering for connection in self._connections)
-            if answers and seconds:
+            answers = sum(connection.is_answering for connection in self._connections) - self._own.viewers
+            if answers > 0 and seconds:
                 self.state.log.info("waiting_for_answers", answers=answers, seconds=seconds)
             await asyncio.wait(under_way, timeout=seconds)
         if left := list(self._connections):

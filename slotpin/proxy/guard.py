@@ -12,7 +12,7 @@ from slotpin.pinning.endpoints import is_loopback
 from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.replies import Reply, error
 
-_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]*))(?::[0-9]*)?")
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]*))(?::[0-9]{0,5})?")
 # What containers call the machine that they run on (Docker, Podman).
 _OF_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 # Different hosts that are remembered as allowed; clients use one or two.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from slotpin.errors import printable
 from slotpin.observe.observer import client_name
 from slotpin.observe.records import UNDER_WAY, WAITING, Record
 from slotpin.pinning.counters import Counters
@@ -97,8 +98,8 @@ class Ledger:
         return Record(
             id=self._id,
             arrived=time.time() - seconds,
-            client=client_name(self._head.get(b"user-agent")),
-            model=plan.body.model[:_MODEL_LETTERS] if plan.body is not None and plan.body.model else None,
+            client=client_name((self._head.get(b"user-agent") or b"")[:_AGENT_BYTES]),
+            model=printable(plan.body.model[:_MODEL_LETTERS]) if plan.body is not None and plan.body.model else None,
             server=plan.server.model if plan.server is not None else "",
             role=plan.classified.role,
             found_by=plan.classified.found_by,
@@ -156,3 +157,4 @@ class Ledger:
 
 # A model's name is the client's own text.
 _MODEL_LETTERS = 100
+_AGENT_BYTES = 64

@@ -214,6 +214,9 @@ class ClientConnection(asyncio.Protocol):
         self.flow: FlowControl
         self.draining = False
         self.was_cut_off = False
+        self._lingers = False  # answered early: what still comes of the request is thrown away
+        self._deaf = False
+        self._is_kept = False  # between two requests
         self.closed: asyncio.Future[None] = self._loop.create_future()
         # The request that is being answered, and those that the client sent ahead.
         self._current: Incoming | None = None
@@ -273,6 +276,7 @@ class ClientConnection(asyncio.Protocol):
         if not incoming.body.complete:
             # Closing with unread bytes would reset the connection, and the client might never see the answer.
             incoming.body.discard()
+            self._lingers = True
             self._wire.write_eof()
             self._deadline.set(LINGER_SECONDS)
         elif close or self.draining:
@@ -286,6 +290,7 @@ class ClientConnection(asyncio.Protocol):
             self._begin(following)
         else:
             self._forget_ahead()
+            self._is_kept = True
             self._deadline.set(KEEP_ALIVE_SECONDS)
 
     def hold(self, who: object, on: bool) -> None:
@@ -309,7 +314,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline.set(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
-        if self._last_words is not None:
+        if self._deaf or self._last_words is not None:
             return
         self._head_bytes += len(data)
         if self._current is not None and self._current.body.complete:
@@ -330,6 +335,9 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
+        for left in filter(None, (self._current, *self._ahead)):
+            left.body.discard()
+        del self._parser  # it and the connection hold each other
         self._leave()
         self.flow.lost()
         self._ahead.clear()
@@ -345,6 +353,9 @@ class ClientConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        if self._is_kept:
+            self._is_kept = False
+            self._deadline.set(HEAD_SECONDS)
         self._target = b""
         self._headers = []
         self._reading_head = True
@@ -427,6 +438,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, reply: Reply) -> None:
         """Answer a request that can't be read; nothing after it can be read either."""
+        if self._lingers:
+            self._deaf = True  # it has its answer
+            return
         current = self._current
         if current is not None and current.body.complete:
             self._last_words = reply

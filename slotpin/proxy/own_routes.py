@@ -49,11 +49,16 @@ class OwnRoutes:
             b"/requests": self._requests,
         }
 
+    @property
+    def viewers(self) -> int:
+        """Event streams that are open."""
+        return self._viewers
+
     def close(self) -> None:
         self._closing.set()
 
     async def handle(self, incoming: Incoming, path: bytes) -> None:
-        await incoming.body.read()
+        incoming.body.discard()  # none is looked at, so none needs memory
         if path == PREFIX + b"/metrics":
             # Few have a Prometheus, so this is loaded late: it takes a while, and answers are to flow on meanwhile.
             await asyncio.to_thread(importlib.import_module, "slotpin.observe.metrics")
@@ -125,14 +130,32 @@ class OwnRoutes:
         try:
             while not self._closing.is_set():
                 for place, record in records.after(number):
-                    await _send(incoming, _event(b"exchange", record, place))
+                    if self._closing.is_set():
+                        break
+                    await self._send(incoming, _event(b"exchange", record, place))
                     number = place
-                await _send(incoming, _event(b"board", board(self._state)))
+                await self._send(incoming, _event(b"board", board(self._state)))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), EVENT_SECONDS)
-            incoming.finish()
+            if incoming.flow.paused:
+                incoming.abort()  # a reader that has stopped must not hold up the end
+            else:
+                incoming.finish()
         finally:
             self._viewers -= 1
+
+    async def _send(self, incoming: Incoming, data: bytes) -> None:
+        """At once, and no faster than it is read."""
+        incoming.write(data)
+        incoming.flush()
+        if not incoming.flow.paused:
+            return
+        waiting = [asyncio.ensure_future(each) for each in (incoming.flow.drain(), self._closing.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
 
 
 class _Explained(msgspec.Struct):
@@ -143,13 +166,6 @@ class _Explained(msgspec.Struct):
 _JSON = (b"Content-Type", b"application/json")
 # Balancers compare it byte by byte.
 HEALTHY = Reply(200, b'{"status": "ok"}', (_JSON,))
-
-
-async def _send(incoming: Incoming, data: bytes) -> None:
-    """At once, and no faster than it is read."""
-    incoming.write(data)
-    incoming.flush()
-    await incoming.flow.drain()
 
 
 def _event(name: bytes, value: object, number: int | None = None) -> bytes:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,18 @@ def test_a_shell_that_is_not_known(tmp_path: Path) -> None:
     done = run(tmp_path, "completion", "ksh")
     assert done.returncode == 2
     assert "choose from" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_a_closed_output_is_no_error(tmp_path: Path, closed: str) -> None:
+    line = f'exec "$0" -m slotpin --version {closed}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_an_output_without_room_is_said_in_a_line(tmp_path: Path) -> None:
+    line = 'exec "$0" -m slotpin --version > /dev/full'
+    done = subprocess.run(["sh", "-c", line, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "slotpin: the output can't be written: No space left on device\n"
