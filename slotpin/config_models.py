@@ -101,6 +101,24 @@ def _header_safe(value: SecretStr) -> SecretStr:
     return value
 
 
+def _redis_url(value: SecretStr) -> SecretStr:
+    url = value.get_secret_value()
+    try:
+        parts = urlsplit(url)
+        has_place = bool(parts.path.strip("/")) if parts.scheme == "unix" else bool(parts.hostname)
+        port = parts.port  # raises for one out of range
+    except ValueError:
+        raise ValueError from None
+    if (
+        parts.scheme not in ("redis", "rediss", "unix")
+        or not has_place
+        or port == 0
+        or not re.fullmatch(r"[!-~]+", url)
+    ):
+        raise ValueError
+    return value
+
+
 def _no_number(value: object) -> object:
     # To a Literal, 0 and 1.0 are as good as false and true.
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -179,17 +197,34 @@ Secret = Annotated[
     PlainSerializer(lambda _: MASK),
     Allowed("a string of visible ASCII characters without spaces", secret=True),
 ]
+RedisUrl = Annotated[
+    SecretStr,
+    AfterValidator(_redis_url),
+    PlainSerializer(lambda _: MASK),
+    Allowed("a URL such as redis://127.0.0.1:6379, rediss://HOST:PORT or unix:///path", secret=True),
+]
 Text = Annotated[str, Field(min_length=1), Allowed("a string that is not empty")]
 Name = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
     Allowed("1 to 64 letters, digits, dots, dashes and underscores, a letter or a digit first"),
 ]
+NameOrNone = Annotated[
+    str,
+    Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"),
+    Allowed("up to 64 letters, digits, dots, dashes and underscores, a letter or a digit first"),
+]
 Seconds = Annotated[
     float,
     Field(ge=0, le=3600, allow_inf_nan=False),
     _SECONDS,
     Allowed("a number of seconds from 0 to 3600"),
+]
+LeaseSeconds = Annotated[
+    float,
+    Field(ge=1, le=300, allow_inf_nan=False),
+    _SECONDS,
+    Allowed("a number of seconds from 1 to 300"),
 ]
 LongSeconds = Annotated[
     float,
@@ -307,6 +342,15 @@ class Reuse(_Model):
     retry_seconds: LongSeconds = 1800.0
 
 
+class Sharing(_Model):
+    """Without `redis_url` nothing is shared. `server` is what the slotpins in front of one llama-server call it."""
+
+    redis_url: RedisUrl | None = None
+    server: NameOrNone = ""
+    lease_seconds: LeaseSeconds = 10.0
+    prefix: Name = "slotpin"
+
+
 class BuiltinRecognisers(_Model):
     """One switch for each rule of `pinning/roles.py`."""
 
@@ -383,6 +427,7 @@ class Settings(_Model):
     conversations: Conversations = Conversations()
     gate: Gate = Gate()
     reuse: Reuse = Reuse()
+    sharing: Sharing = Sharing()
     recognisers: Recognisers = Recognisers()
     log: Log = Log()
     timeouts: Timeouts = Timeouts()

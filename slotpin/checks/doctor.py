@@ -45,7 +45,7 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
     async with Questions() as http:
         itself = await _slotpin(http, loaded.settings)
         settings = _in_force(loaded.settings, itself.status)
-        findings = [*configuration(loaded, settings), itself.finding]
+        findings = [*configuration(loaded, settings), itself.finding, *_sharing(itself.status)]
         server = Server(http, server_root(settings.compactor.base_url), settings.compactor.api_key.get_secret_value())
         if not same_endpoint(settings.main.base_url, settings.compactor.base_url):
             return [*findings, *await _two_servers(http, settings, server)]
@@ -82,12 +82,20 @@ class Endpoints(msgspec.Struct):
     main: str
 
 
+class Sharing(msgspec.Struct):
+    """`state`: off, on, settling or lost; `strangers`: processes in front of the same server that share nothing."""
+
+    state: str = "off"
+    strangers: list[int] = []
+
+
 class Status(msgspec.Struct):
     """What is read of `/slotpin/status`."""
 
     version: str
     mode: bool | str
     endpoints: Endpoints
+    sharing: Sharing = msgspec.field(default_factory=Sharing)
 
 
 async def slotpin_status(http: Questions, listen: Listen) -> Status | None:
@@ -117,6 +125,19 @@ async def _slotpin(http: Questions, settings: Settings) -> _Itself:
         remedy = "slotpin serve --port PORT   # one that is free"
         return _Itself(Finding(Level.BETTER, "slotpin", text, remedy))
     return _running(status, url, settings)
+
+
+def _sharing(status: Status | None) -> list[Finding]:
+    findings = []
+    if status is not None and status.sharing.strangers:
+        named = ", ".join(map(str, status.sharing.strangers))
+        text = f"another one (process {named}) is in front of the same llama-server, and they share no slots"
+        remedy = "kill PROCESS   # or sharing.redisUrl in the files of both"
+        findings.append(Finding(Level.UNSAFE, "slotpin", text, remedy))
+    if status is not None and status.sharing.state == "lost":
+        text = "can't reach the Redis that it shares its slots through: nothing is pinned"
+        findings.append(Finding(Level.BETTER, "slotpin", text, "redis-cli -u URL ping   # the sharing.redisUrl"))
+    return findings
 
 
 def _in_force(settings: Settings, status: Status | None) -> Settings:

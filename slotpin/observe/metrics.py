@@ -89,6 +89,13 @@ class _Totals(Collector):
         yield _counter("slotpin_probe_failures", "Looks at /slots that showed none.", (), [((), state.probe.failed)])
         yield _counter("slotpin_warnings", "Warnings, also those not logged.", ("cause",), _by_one(state.warner.totals))
         yield _counter("slotpin_relayed_requests", "Requests that do not generate.", (), [((), state.relayed)])
+        shared = [server.shared for server in state.servers.values() if server.shared is not None]
+        sharing = GaugeMetricFamily("slotpin_sharing", "Servers by how their slots are shared.", labels=("state",))
+        for name in ("on", "settling", "lost"):
+            sharing.add_metric((name,), sum(each.state == name for each in shared))
+        yield sharing
+        losses = sum(each.losses for each in shared)
+        yield _counter("slotpin_sharing_losses", "Times that Redis was lost.", (), [((), losses)])
         now = [record.outcome for record in state.observer.under_way]
         under_way = GaugeMetricFamily(
             "slotpin_exchanges_under_way", "Generating requests that have not ended.", labels=("state",)

@@ -77,7 +77,17 @@ def _server(state: State, server: Server, target: Target) -> dict[str, object]:
             "clearsIdleSlots": server.clears_idle_slots,
         },
         "gates": _gates(state, server),
+        "sharing": _sharing(state, server),
     }
+
+
+def _sharing(state: State, server: Server) -> dict[str, object]:
+    """`state`: off, on, settling (slots can be claimed in a moment) or lost (Redis is gone). `strangers`: processes on
+    this machine that have the same slots and don't share them."""
+    if (shared := server.shared) is None:
+        return {"state": "off", "strangers": state.neighbours.strangers()}
+    found: dict[str, object] = {"state": shared.state, "otherSlotpins": shared.others, "losses": shared.losses}
+    return found | {"strangers": state.neighbours.strangers()}
 
 
 def _topology(state: State, target: Target) -> dict[str, object] | None:

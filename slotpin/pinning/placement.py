@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,6 +106,29 @@ class Placement:
         """The conversation that keeps this slot."""
         home = self._homes.get(slot)
         return home.key if home is not None else None
+
+    def home_of(self, key: str) -> int | None:
+        """The slot that is kept for the conversation."""
+        return self._home_of.get(key)
+
+    def adopt(
+        self,
+        topology: Topology,
+        main: int,
+        compactor: int,
+        homes: Mapping[int, tuple[str, float]],
+        last: Mapping[str, int],
+        compactor_used: bool,
+    ) -> None:
+        """Go by what several placements know together. `homes`: by slot, whose it is and when that was last there;
+        `last`: by conversation, where it was placed last, the latest at the end."""
+        self._layout = (topology.ids, main, compactor)
+        self._compactor_used = compactor_used
+        self._homes = {slot: _Home(key, used) for slot, (key, used) in homes.items()}
+        self._home_of = {key: slot for slot, (key, _) in homes.items()}
+        self._owner = {slot: key for key, slot in last.items()}
+        self._last_slot.clear()
+        self._last_slot.update(last)
 
     def owner(self, slot: int) -> str | None:
         """Who was placed there last: the slot holds that conversation's tokens, once its turn has run."""

@@ -32,6 +32,7 @@ class Reason(enum.StrEnum):
     SLOT_EMPTIED = "slot_emptied"  # the server may restore what the slot held, but only if it chooses the slot
     PINNING_STOPPED = "pinning_stopped"
     SLOT_BUSY = "slot_busy"
+    SHARING_LOST = "sharing_lost"
     SLOT_SHARED = "slot_shared"  # only ever a warning
     CACHE_PROMPT_OFF = "cache_prompt_off"  # only ever a warning
 
@@ -126,6 +127,11 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.SLOT_BUSY: Explanation(
         "the slot has been busy for longer than gate.waitSeconds",
         "wait for the request that holds it, or raise --parallel",
+        passes=True,
+    ),
+    Reason.SHARING_LOST: Explanation(
+        "slotpin can't share the slots with the other slotpins, so the server chooses them",
+        "check that Redis runs, and sharing.redisUrl; pinning then comes back by itself",
         passes=True,
     ),
     Reason.SLOT_SHARED: Explanation(

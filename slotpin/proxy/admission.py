@@ -53,6 +53,8 @@ def busy_message(plan: Plan, seconds: float) -> str:
     if plan.gate is None:
         return f"it is not known yet in which slots the requests before it run; {waited}"
     gates = plan.server.gates
+    if plan.server.shared is not None:
+        return f"slot {plan.gate} is in use, here or through another slotpin; {waited}"
     if (holder := gates.holder(plan.gate)) is not None:
         return f"slot {plan.gate} is held by {holder.who}; {waited}"
     left = "still busy for a client that has left" if gates.is_unsettled(plan.gate) else "perhaps taken by another one"

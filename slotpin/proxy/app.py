@@ -50,6 +50,7 @@ class Proxy:
             lambda: ClientConnection(self._handle, self._connections),
             self._inherited,
         )
+        await self.state.meet_others()
 
     @property
     def url(self) -> str:

@@ -20,6 +20,7 @@ from slotpin.proxy.ledger import Ledger
 from slotpin.proxy.listener import Incoming
 from slotpin.proxy.plan import ON_UNSAFE, ROLES, Plan, Planner
 from slotpin.proxy.replies import Reply, error, refusal
+from slotpin.proxy.sharing import admission as sharing
 from slotpin.proxy.state import State
 from slotpin.proxy.upstream import Address
 
@@ -48,6 +49,8 @@ class Exchange:
         route = read_route(head.method, head.target)
         if route.shape is None:
             self._state.relayed += 1
+            if head.method == "POST":
+                self._state.strangers.passed_on_at = self._state.clock()
             role = route.role or self._planner.header_role or Role.MAIN
             await self._send(role, route, None, Answer(self._incoming, watch=None))
             return
@@ -104,8 +107,13 @@ class Exchange:
             else:
                 entered = await self._patiently(entering, plan, undo=leave)
             try:
+                if server.shared is not None:
+                    claimed = await self._patiently(sharing.claim(plan, server, entered), plan, undo=lambda _: None)
                 admitted = await last_look(plan, server, entered, self._running.retry_seconds)
-                if server.gates.could_meet(pinned=plan.pinned) and not await server.is_patched():
+                if server.shared is not None:
+                    clearing = sharing.clear(plan, server, entered, claimed)
+                    await self._patiently(clearing, plan, undo=lambda _: None)
+                elif server.gates.could_meet(pinned=plan.pinned) and not await server.is_patched():
                     await self._patiently(server.gates.clear(entered, pinned=plan.pinned), plan, undo=lambda _: None)
                 else:
                     server.gates.sent(entered, pinned=plan.pinned)

@@ -12,11 +12,15 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
 from slotpin.pinning.decision import Probed, Unverified
 from slotpin.pinning.topology import Topology
+
+if TYPE_CHECKING:
+    from slotpin.proxy.sharing.shared import Shared
 
 # Asked every second or more often, llama-server would not notice that a client has left.
 LOOK_SECONDS = 2.0
@@ -31,7 +35,7 @@ class Pass:
     """One exchange's place at a gate, from `enter` to `leave`. `slot` None: it passes no gate.
 
     `pinned`: its slot is in the request; else the server chooses one. `width` is how many slots it takes. `running`:
-    the server has begun, so that it has its slot. Times in seconds.
+    the server has begun, so that it has its slot. `token`: by which other slotpins know it. Times in seconds.
     """
 
     slot: int | None
@@ -41,6 +45,7 @@ class Pass:
     pinned: bool = False
     sent_at: float = float("inf")
     running: bool = False
+    token: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -58,11 +63,13 @@ class _Gate:
 
 
 class Gates:
-    """`look` asks for the slots anew; `clock` gives seconds."""
+    """`look` asks for the slots anew; `clock` gives seconds. `shared`: other slotpins have the same slots, and what an
+    exchange leaves unsettled is seen to by the next one that claims its slot, whichever slotpin that comes through."""
 
     def __init__(self, look: Callable[[], Awaitable[Probed]], clock: Callable[[], float]) -> None:
         self._look = look
         self._clock = clock
+        self.shared: Shared | None = None
         self._gates: dict[int, _Gate] = {}
         self._sent: set[Pass] = set()
         self._strays = 0  # of those sent, the ones without a slot of ours
@@ -115,9 +122,7 @@ class Gates:
         the other has just been given.
         """
         while self.could_meet(pinned=pinned):
-            await asyncio.sleep(self._looked_at + LOOK_SECONDS - self._clock())
-            asked_at = self._clock()
-            probed = await self._ask()
+            probed, asked_at = await self.next_look()
             if isinstance(probed, Unverified):
                 if probed.silent:
                     continue
@@ -142,6 +147,9 @@ class Gates:
             self._strays -= not entered.pinned
             if not settled and not entered.pinned:
                 self._strayed_at = self._clock()
+        if self.shared is not None:
+            self.shared.release(entered, settled=settled)
+            settled = True
         if entered.slot is None:
             return
         gate = self._gates.get(entered.slot)
@@ -156,6 +164,12 @@ class Gates:
             self._watch()
         self._tidy(entered.slot)
 
+    async def next_look(self, not_before: float = float("-inf")) -> tuple[Probed, float]:
+        """What the next look shows that may be taken, and when it was asked for."""
+        await asyncio.sleep(max(self._looked_at + LOOK_SECONDS, not_before) - self._clock())
+        asked_at = self._clock()
+        return await self._ask(), asked_at
+
     def observe(self, topology: Topology, asked_at: float) -> None:
         """What a look has shown, whoever asked."""
         busy = {slot.id for slot in topology.slots if slot.busy}
@@ -168,13 +182,23 @@ class Gates:
         if asked_at >= self._strayed_at + FIRST_LOOK_SECONDS and len(busy) <= self._width:
             self._strayed_at = float("-inf")
 
-    def suspect(self, topology: Topology, asked_at: float) -> None:
-        """Close the gates of slots that somebody else's request is running in: one that did not come through here."""
+    def suspect(self, topology: Topology, asked_at: float) -> bool:
+        """Close the gates of slots that somebody else's request is running in: one that did not come through here.
+
+        Whether there is one.
+        """
+        found = False
         if self._strays or self._strayed_at > float("-inf"):
-            return  # or it is one of ours, in a slot of the server's choice
+            return found  # or it is one of ours, in a slot of the server's choice
         for slot in topology.slots:
             if slot.busy and slot.id not in self._gates and asked_at > self._left_at.get(slot.id, float("-inf")):
                 self._gates[slot.id] = _Gate(unsettled=True, left_at=asked_at - FIRST_LOOK_SECONDS)
+                found = True
+        return found
+
+    @property
+    def now(self) -> float:
+        return self._clock()
 
     def holder(self, slot: int) -> Pass | None:
         gate = self._gates.get(slot)

@@ -144,6 +144,8 @@ class Ledger:
             # Where nothing was known of the slots there is nothing to look for in them either.
             conversation.left = left if slot is not None or isinstance(plan.probed, Topology) else None
             server.mark(conversation.key)
+            if server.shared is not None and conversation.left is not None:
+                server.shared.left(conversation.key, conversation.left)
             self._state.history.add(conversation.key, counters, reuse)
         if reuse.worth_a_warning and reuse.cause is not None:
             text = f"{reuse.lost} of {reuse.expected} tokens were evaluated again: {advise(reuse.cause, reuse.detail)}"

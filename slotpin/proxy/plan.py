@@ -31,6 +31,8 @@ from slotpin.pinning.topology import Topology
 from slotpin.pinning.turn import Difference, Turn, difference, read_turn
 from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.server import Server
+from slotpin.proxy.sharing.admission import without_slot
+from slotpin.proxy.sharing.together import place_together, tickets
 from slotpin.proxy.state import Running, State
 
 
@@ -112,10 +114,21 @@ class Planner:
             request = replace(request, route_pins=isinstance(probed, Topology) and await server.is_patched())
         ids = session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
         plan = Plan(classified, Decision(Action.LEAVE, Reason.DISABLED), raw, body, probed, server)
+        shared = server.shared if self._shares_slots else None
+        if shared is not None:
+            await shared.prepare(server.is_patched)
         if classified.role is Role.MAIN:
-            self._main(plan, server, request, ids, turn, body)
+            conversation = self._conversation(plan, ids, turn, body)
+            decide = partial(self._main, plan, server, request, conversation)
+            if shared is None:
+                decide()
+            else:
+                await place_together(plan, server, shared, self._running.pin, decide)
+            self._bind(plan, server, conversation)
         else:
-            self._side(plan, server, request, ids, turn, body)
+            await self._side(plan, server, request, ids, turn, body)
+        if shared is not None and not shared.open:
+            plan.decision = without_slot(plan)
         self._find_gate(plan, request, server)
         plan.tracked = self._shares_slots
         chosen = plan.decision.action is Action.PIN and plan.decision.reason is not Reason.VOUCHED
@@ -168,23 +181,30 @@ class Planner:
             await server.topology()
         return server, probed
 
-    def _main(
-        self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body
-    ) -> None:
-        """Decide on a turn of a conversation, give that a slot, and bind the decision to the exchange."""
-        state, pin, now = self._state, self._running.pin, self._state.clock()
-        before = state.conversations.find(ids, turn, body.model)
+    def _conversation(self, plan: Plan, ids: Sequence[tuple[str, str]], turn: Turn, body: Body) -> Conversation:
+        """The one whose turn this is."""
+        conversations = self._state.conversations
+        before = conversations.find(ids, turn, body.model)
         plan.change = difference(before.turn, turn, body) if before is not None else None
-        conversation = plan.conversation = state.conversations.take(before, ids, turn, body.model, now)
-        decision = decide_main(pin, plan.probed, request)
+        plan.conversation = conversations.take(before, ids, turn, body.model, self._state.clock())
+        return plan.conversation
+
+    def _main(self, plan: Plan, server: Server, request: Request, conversation: Conversation) -> None:
+        """Decide on a turn of a conversation, and give that a slot."""
+        decision = decide_main(self._running.pin, plan.probed, request)
         if isinstance(plan.probed, Topology) and (slot := decision.slot) is not None:
             if decision.action is Action.PIN:
                 decision = self._placed(decision, plan.probed, server, conversation)
             else:
-                server.placement.note(conversation.key, slot, now)
+                server.placement.note(conversation.key, slot, self._state.clock())
         plan.decision = decision
+
+    def _bind(self, plan: Plan, server: Server, conversation: Conversation) -> None:
+        """The decision to the exchange."""
         slot_ids = plan.probed.ids if isinstance(plan.probed, Topology) else None
-        state.bindings.open(Binding(self._id, conversation.key, decision, pin.generation, slot_ids, server.model))
+        generation = self._running.pin.generation
+        binding = Binding(self._id, conversation.key, plan.decision, generation, slot_ids, server.model)
+        self._state.bindings.open(binding)
 
     def _placed(self, decision: Decision, topology: Topology, server: Server, conversation: Conversation) -> Decision:
         pin, gates = self._running.pin, server.gates
@@ -196,7 +216,7 @@ class Planner:
         place = partial(
             server.placement.place,
             *(conversation.key, topology, main, compactor, self._running.settings.conversations.slots),
-            *(gates, self._state.clock()),
+            *(gates if server.shared is None else {*gates, *server.shared.busy}, self._state.clock()),
         )
         where = place()
         if where.shared and self._makes_room(server, main, conversation):
@@ -213,13 +233,18 @@ class Planner:
         server.placement.forget(holder.key)
         return True
 
-    def _side(
+    async def _side(
         self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body
     ) -> None:
         state, pin = self._state, self._running.pin
+        shared = server.shared if self._shares_slots else None
+        if shared is not None:
+            await shared.refresh()
         if plan.classified.found_by not in ("path", "header"):
             extended = state.conversations.extended_by(turn, body.model)
             slot = server.placement.slot_of(extended.key) if extended is not None else None
+            if slot is None and shared is not None and (found := shared.table.extended_by(turn, body.model)):
+                slot = found.last
             decision = decide_main(pin, plan.probed, request)
             if slot is not None and decision.reason is Reason.PINNED:
                 plan.conversation = extended
@@ -231,10 +256,15 @@ class Planner:
         conversation = named.key if named is not None else _NOBODY if ids else ""
         candidates = state.bindings.candidates(conversation, server.model)
         decision = decide_compactor(pin, plan.probed, request, candidates)
+        if shared is not None and decision.reason is Reason.NO_BINDING:
+            candidates = tickets(shared, ids, parents, pin, server.model)
+            decision = decide_compactor(pin, plan.probed, request, candidates)
         if decision.action is Action.REFUSE and plan.classified.on_unsafe is OnUnsafe.PASS:
             decision = let_pass(decision, pin, plan.probed, request)
         if decision.action is Action.PIN:
             server.placement.compactor_used(state.clock())
+            if shared is not None:
+                shared.compactor_used()
         plan.decision = decision
 
     def _classify(self, route: Route, body: Body) -> Classified:

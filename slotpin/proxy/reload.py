@@ -55,7 +55,7 @@ class Reloader:
         self._log.info("config_reloaded", changed=keys, generation=self._state.running.pin.generation)
         for note in loaded.notes:
             self._log.warning("config_note", note=note)
-        if restart := [key for key in keys if key in ("listen.host", "listen.port")]:
+        if restart := [key for key in keys if key in ("listen.host", "listen.port") or key.startswith("sharing.")]:
             self._log.warning("config_needs_restart", changed=restart)
 
     def _stamp(self) -> _Stamp | None:

@@ -16,6 +16,7 @@ from slotpin.pinning.reuse import Left
 from slotpin.pinning.topology import Topology
 from slotpin.proxy.gates import Gates
 from slotpin.proxy.probe import Probe, Target
+from slotpin.proxy.sharing.shared import Counts, LeftBehind, Shared
 
 # A conversation's slot holds its prompt and its answer; templates and stop tokens make the count differ by a few.
 TOKENS_APART = 4
@@ -36,18 +37,30 @@ class Server:
     """`epoch` is another one for each process that has been seen, here or elsewhere; what a slot held is gone with it.
 
     `model`: which one of a router's, empty elsewhere. `clears_idle_slots`: whether it clears every idle slot when a
-    request starts (`--cache-idle-slots` with a unified KV cache); None while that is not known. `clock` gives seconds.
+    request starts (`--cache-idle-slots` with a unified KV cache); None while that is not known. `clock` gives seconds;
+    `on_stranger` hears of a request in a slot that did not come through here.
     """
 
-    def __init__(self, probe: Probe, target: Target, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        target: Target,
+        clock: Callable[[], float],
+        shared: Shared | None = None,
+        on_stranger: Callable[[], None] = lambda: None,
+    ) -> None:
         self._probe = probe
         self.target = target  # the key may change
         self._clock = clock
+        self._on_stranger = on_stranger
         self.model = target.model
         self.gates = Gates(self.look, clock)
         self.placement = Placement()
-        self.epoch = next(_EPOCHS)
+        self.shared = self.gates.shared = shared
+        self.epoch = next(_EPOCHS) if shared is None else shared.epoch
         self.clears_idle_slots: bool | None = None
+        if shared is not None:
+            shared.on_epoch = self.begin_epoch
         self._stopped_at = 0.0
         self._topology: Topology | None = None
         self._asked_at = float("-inf")
@@ -101,6 +114,24 @@ class Server:
         """A turn of this conversation has ended just now."""
         self._marks[key] = _Mark(self._clock(), self._begun, self._ended, self._strays)
 
+    def learned(self, counts: Counts) -> None:
+        """How far all slotpins together are."""
+        if counts.begun != self._begun:
+            self._begun_at = self._clock()
+        self._begun, self._ended, self._strays = counts.begun, counts.ended, counts.strays
+
+    def left_behind(self, key: str, before: LeftBehind | None) -> None:
+        """Where the server's history stood for all slotpins when the conversation's last turn ended."""
+        if before is None:
+            self._marks.pop(key, None)
+        else:
+            counts = before.counts
+            self._marks[key] = _Mark(before.at, counts.begun, counts.ended, counts.strays)
+
+    def was_there(self, slot: int, who: str) -> None:
+        """Who ran last in a slot, as the others know it."""
+        self._ran[slot] = who
+
     def other_ran(self, key: str, slot: int) -> bool:
         """Whether anything but this conversation's turns may have run in the slot since its last one."""
         mark = self._marks.get(key)
@@ -144,6 +175,11 @@ class Server:
         ]
         return found[0] if len(found) == 1 else None
 
+    def seen(self, slot: int) -> tuple[bool | None, float]:
+        """Whether the last look showed the slot busy, and when that was asked for."""
+        found = self._topology.slot(slot) if self._topology is not None else None
+        return (None if found is None else found.busy), self._asked_at
+
     @property
     def known(self) -> Topology | None:
         """What the last look has shown."""
@@ -164,16 +200,26 @@ class Server:
                 passed = sum(at < asked_at for at in self._answered)
                 if before.ids != topology.ids or topology.last_task < before.last_task + passed:
                     self._restarted()
+            if (shared := self.shared) is not None:
+                if asked_at > shared.high_at and topology.last_task < shared.high:
+                    self._restarted()
+                shared.seen_task = max(shared.seen_task, topology.last_task)
             self._topology, self._asked_at, self._taken_at = topology, asked_at, self._clock()
             self._answered.clear()
             self.gates.observe(topology, asked_at)
-            if not is_patched(self._probe.known_build(self.target) or ""):
-                self.gates.suspect(topology, asked_at)
+            spoils = self.shared is None and not is_patched(self._probe.known_build(self.target) or "")
+            if spoils and self.gates.suspect(topology, asked_at):
+                self._on_stranger()
         return probed
 
     def _restarted(self) -> None:
         """Another process, or the same after a sleep: its slots are empty. Task numbers only grow in one process, at
         least by one for each exchange. Conversations keep their slots: nothing better is known of any."""
-        self.epoch = next(_EPOCHS)
+        if self.shared is not None:
+            self.shared.end_epoch()
+        self.begin_epoch(next(_EPOCHS) if self.shared is None else self.shared.epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
         self.clears_idle_slots = None
         self._ran.clear()

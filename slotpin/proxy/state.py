@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
+from xxhash import xxh3_64_hexdigest
 
 from slotpin.config import Settings, pin_relevant
 from slotpin.observe.history import History
@@ -18,9 +21,13 @@ from slotpin.pinning.bindings import Bindings
 from slotpin.pinning.conversations import Conversations, SessionId
 from slotpin.pinning.decision import PinSettings
 from slotpin.pinning.endpoints import normalised, same_endpoint, server_root, socket_path
+from slotpin.pinning.reasons import Reason, explain
 from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Recognisers, Role
+from slotpin.proxy.neighbours import ALONE, Neighbours, Strangers
 from slotpin.proxy.probe import Probe, Target
 from slotpin.proxy.server import Server
+from slotpin.proxy.sharing.link import check_installed, shown
+from slotpin.proxy.sharing.shared import Options, Shared
 from slotpin.proxy.upstream import Address, UpstreamPool
 
 
@@ -68,7 +75,8 @@ class Running:
 
 
 class State:
-    """`clock` gives seconds, and only ages are taken from it."""
+    """`clock` gives seconds, and only ages are taken from it. Raises UserError where slots are to be shared and the
+    client for it is missing."""
 
     def __init__(self, settings: Settings, log: Log, clock: Callable[[], float]) -> None:
         self.log = log
@@ -85,6 +93,9 @@ class State:
         self.taking_in = asyncio.Lock()  # one large body at a time
         self._pools: dict[Address, UpstreamPool] = {}
         self.servers: dict[Hashable, Server] = {}
+        self._sharing = _sharing(settings)
+        self.neighbours = self._new_neighbours()
+        self.strangers = Strangers(clock, lambda: self._warn_second(_STRANGER))
 
     def apply(self, settings: Settings) -> None:
         """Put new settings in force. Exchanges under way go on with theirs."""
@@ -107,9 +118,44 @@ class State:
         key = (normalised(target.root_url), target.model)
         server = self.servers.get(key)
         if server is None:
-            server = self.servers[key] = Server(self.probe, target, self.clock)
+            server = self.servers[key] = self._new_server(target)
         server.target = target
         return server
+
+    def _new_server(self, target: Target) -> Server:
+        if (options := self._sharing) is None:
+            return Server(self.probe, target, self.clock, on_stranger=self.strangers.seen)
+        name = _name_of(target.root_url, self.running.settings.sharing.server)
+        shared = Shared(options, f"{name} {target.model}", self.clock, self._warn_lost)
+        return Server(self.probe, target, self.clock, shared)
+
+    def _warn_lost(self, why: str) -> None:
+        assert self._sharing is not None
+        cause = Reason.SHARING_LOST
+        self.warner.warn(cause, explain(cause, f"Redis at {shown(self._sharing.url)}: {why}"))
+
+    def _new_neighbours(self) -> Neighbours:
+        shared_by = ALONE
+        if (options := self._sharing) is not None:
+            shared_by = xxh3_64_hexdigest(
+                f"{options.url} {options.prefix} {self.running.settings.sharing.server}".encode()
+            )
+        return Neighbours(_name_of(self.running.probe_target.root_url, ""), shared_by)
+
+    async def meet_others(self) -> None:
+        """Be known to those that share the slots and to those of this machine; warn of those that share nothing."""
+        if self._sharing is not None and (shared := self.server(self.running.probe_target).shared) is not None:
+            await shared.start()
+        if self.running.pin.enabled is False or not self.running.pin.same_endpoint:
+            return
+        self.neighbours.join()
+        if others := self.neighbours.strangers():
+            named = ", ".join(map(str, others))
+            self._warn_second(f"another slotpin (process {named}) is in front of the same llama-server")
+
+    def _warn_second(self, what: str) -> None:
+        text = f"{what}, so an answer may get into a slot that is busy; {_SECOND_REMEDY}"
+        self.warner.warn("second_slotpin", text)
 
     def slot_of(self, conversation: str) -> int | None:
         """Where it was placed last, on any server."""
@@ -123,15 +169,42 @@ class State:
             return False
         self.conversations.forget(conversation.key)
         for server in self.servers.values():
+            if server.shared is not None:
+                server.shared.forget(conversation.key)
             server.placement.forget(conversation.key)
         return True
 
     async def close(self) -> None:
+        self.neighbours.leave()
         for server in self.servers.values():
             server.close()
         for pool in self._pools.values():
             pool.close()
         await self.probe.close()
+        for server in self.servers.values():
+            if server.shared is not None:
+                await server.shared.close()
+
+
+_STRANGER = "something else sends requests to this llama-server: a second slotpin, or a client that goes there itself"
+_SECOND_REMEDY = "let all go through one slotpin, or set sharing.redisUrl in all slotpins"
+
+
+def _sharing(settings: Settings) -> Options | None:
+    sharing = settings.sharing
+    if sharing.redis_url is None:
+        return None
+    check_installed()
+    return Options(sharing.redis_url.get_secret_value(), sharing.prefix, sharing.lease_seconds, secrets.token_hex(6))
+
+
+def _name_of(root_url: str, name: str) -> str:
+    """What all slotpins in front of a llama-server call it; a loopback address means another one on each machine."""
+    if name:
+        return name
+    scheme, host, port, path = normalised(root_url)
+    machine = socket.gethostname() if scheme == "unix" or host == "localhost" else host
+    return f"{scheme} {machine} {port} {path}"
 
 
 def _recognisers(settings: Settings) -> Recognisers:

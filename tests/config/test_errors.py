@@ -115,6 +115,18 @@ BAD_FILES: dict[str, tuple[str | bytes, list[str]]] = {
             ": $.timeouts: a number is not allowed; use an object",
         ],
     ),
+    "sharing": (
+        '{"sharing": {"redisUrl": "http://u:sk-secret@h", "server": "a b", "leaseSeconds": 0.5, "prefix": ""}}',
+        [
+            ": $.sharing.redisUrl: this string is not allowed; use a URL such as redis://127.0.0.1:6379, "
+            "rediss://HOST:PORT or unix:///path",
+            ': $.sharing.server: "a b" is not allowed; use up to 64 letters, digits, dots, dashes and underscores, '
+            "a letter or a digit first",
+            ": $.sharing.leaseSeconds: 0.5 is not allowed; use a number of seconds from 1 to 300",
+            ': $.sharing.prefix: "" is not allowed; use 1 to 64 letters, digits, dots, dashes and underscores, '
+            "a letter or a digit first",
+        ],
+    ),
     "slots": (
         '{"llamaCppSlots": {"enabled": "true", "mainIdSlot": -1, "compactorIdSlot": 2147483648}}',
         [

@@ -128,6 +128,12 @@ VALID: dict[str, st.SearchStrategy[object]] = {
     "gate.waitSeconds": seconds | st.just(0),
     "gate.keepAliveSeconds": seconds | st.just(0),
     "reuse.retrySeconds": st.integers(0, 31536000),
+    "sharing.redisUrl": st.sampled_from(
+        ["redis://h", "rediss://u:p@h:1/2", "redis://[::1]:6379?db=1", "unix:///tmp/r.sock", "unix://u:p@/tmp/r?db=1"]
+    ),
+    "sharing.server": names | st.just(""),
+    "sharing.leaseSeconds": st.integers(1, 300),
+    "sharing.prefix": names,
     "recognisers.custom": st.lists(rules, max_size=3, unique_by=lambda rule: str(rule["name"])),
     "log.format": st.sampled_from(["auto", "console", "json"]),
     "log.level": st.sampled_from(["debug", "info", "warning", "error"]),
@@ -172,7 +178,7 @@ def test_a_value_is_the_same_from_file_variable_and_flag(path: Path, values: dic
         assert from_flags.origins[key] == ("flag" if given_here else "default")
     # And it is the value that was written.
     for key, value in values.items():
-        if key not in ("main.apiKey", "compactor.apiKey", "listen.apiKeys", "recognisers.custom"):
+        if key not in ("main.apiKey", "compactor.apiKey", "listen.apiKeys", "recognisers.custom", "sharing.redisUrl"):
             assert attrgetter(KEYS[key].attribute)(from_file.settings) == value
 
 
