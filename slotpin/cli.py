@@ -388,7 +388,8 @@ def _pi_setup(options: argparse.Namespace) -> None:
     key = options.api_key or pi.known_key(folder)
     if settings.listen.host.startswith("unix:"):
         raise UserError(f"Pi can't use a unix socket ({settings.listen.host}); set listen.host to 127.0.0.1")
-    found = asyncio.run(look(url, key_for_requests(settings), pi_has_key=key is not None))
+    sent = pi.key_sent(key, os.environ) or key_for_requests(settings)
+    found = asyncio.run(look(url, sent, pi_has_key=key is not None))
     plan = pi.plan_setup(folder, url, key, found)
     if options.print:
         print(pi.contents(plan), end="")

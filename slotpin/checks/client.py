@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from slotpin.config import Listen, Settings
+from slotpin.errors import UserError
 from slotpin.proxy.questions import Questions, why_no_answer
 
 LOOK_SECONDS = 10.0
@@ -24,6 +25,17 @@ Answer = TypeVar("Answer")
 
 class NoAnswerError(Exception):
     """No HTTP answer came; the message says why, in a few words."""
+
+
+class KeyWantedError(UserError):
+    """A slotpin answers, and takes no request without one of its own keys."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"slotpin runs on {url} and wants a key: {OWN_KEY}, or use its own --config FILE")
+
+
+# What lets these commands in.
+OWN_KEY = """set SLOTPIN_LISTEN_API_KEYS='["KEY"]'"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,12 @@ class Reply:
             return None
 
     @property
+    def wants_own_key(self) -> bool:
+        """Whether it is slotpin that wants a key, and not the server behind it."""
+        body = self.read(_Error) if self.status == 401 else None
+        return body is not None and body.error.type == "slotpin_error"
+
+    @property
     def error(self) -> str:
         """The message of an error in OpenAI's shape, or what there is instead."""
         body = self.read(_Error)
@@ -50,6 +68,7 @@ class Reply:
 
 class _Message(msgspec.Struct):
     message: str
+    type: str = ""
 
 
 class _Error(msgspec.Struct):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from slotpin.checks.client import NoAnswerError, Server, own_key
+from slotpin.checks.client import OWN_KEY, KeyWantedError, NoAnswerError, Server, own_key
 from slotpin.checks.findings import Finding, Level
 from slotpin.checks.idle_slots import Idle, Seen, provoke, without_provoking
 from slotpin.checks.look import Props, Slot, Trouble, read_models, read_props, read_slots
@@ -45,19 +45,20 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
     async with Questions() as http:
         itself = await _slotpin(http, loaded.settings)
         settings = _in_force(loaded.settings, itself.status)
-        findings = [*configuration(loaded, settings), itself.finding, *_sharing(itself.status)]
+        found = configuration(loaded, settings, pinning_known=not itself.silent)
+        findings = [*found, itself.finding, *_sharing(itself.status)]
         server = Server(http, server_root(settings.compactor.base_url), settings.compactor.api_key.get_secret_value())
         if not same_endpoint(settings.main.base_url, settings.compactor.base_url):
             return [*findings, *await _two_servers(http, settings, server)]
         return [*findings, *await _server(server, settings, options)]
 
 
-def configuration(loaded: Loaded, settings: Settings) -> list[Finding]:
+def configuration(loaded: Loaded, settings: Settings, *, pinning_known: bool) -> list[Finding]:
     """`settings` are those in force: of the slotpin that runs, as far as it says."""
     where = f"{loaded.path} is valid" if loaded.path else "no file, the defaults are in force"
     findings = [Finding(Level.OK, "configuration", where)]
     findings += [Finding(Level.BETTER, "configuration", note, "slotpin config show") for note in loaded.notes]
-    if settings.llama_cpp_slots.enabled is False:
+    if pinning_known and settings.llama_cpp_slots.enabled is False:
         text = "llamaCppSlots.enabled is false: everything is passed on as it came, nothing is pinned"
         remedy = 'slotpin serve --enabled auto   # or llamaCppSlots.enabled: "auto" in the file'
         findings.append(Finding(Level.BETTER, "pinning", text, remedy))
@@ -99,17 +100,20 @@ class Status(msgspec.Struct):
 
 
 async def slotpin_status(http: Questions, listen: Listen) -> Status | None:
-    """None: something else than slotpin listens there. Raises NoAnswerError when nothing does."""
+    """None: something else than slotpin listens there. Raises NoAnswerError when nothing does, KeyWantedError."""
     reply = await Server(http, listen_url(listen), own_key(listen)).get("/slotpin/status")
+    if reply.wants_own_key:
+        raise KeyWantedError(listen_url(listen))
     return reply.read(Status) if reply.status == 200 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Itself:
-    """`status` of the slotpin that runs in front of this server, None if none does."""
+    """`status` of the slotpin that runs in front of this server, None if none does or it is `silent`."""
 
     finding: Finding
     status: Status | None = None
+    silent: bool = False
 
 
 async def _slotpin(http: Questions, settings: Settings) -> _Itself:
@@ -120,6 +124,10 @@ async def _slotpin(http: Questions, settings: Settings) -> _Itself:
         status = await slotpin_status(http, settings.listen)
     except NoAnswerError:
         return _Itself(Finding(Level.NOTE, "slotpin", f"is not running on {url}", "slotpin serve"))
+    except KeyWantedError:
+        text = f"runs on {url} and wants a key, so how it pins is not known"
+        remedy = f"{OWN_KEY.replace('set ', 'export ')}   # or slotpin doctor --config FILE, its own"
+        return _Itself(Finding(Level.BETTER, "slotpin", text, remedy), silent=True)
     if status is None:
         text = f"another program listens on {url}, so slotpin can't"
         remedy = "slotpin serve --port PORT   # one that is free"

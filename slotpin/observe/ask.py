@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from slotpin.checks.client import NoAnswerError, Reply, Server
+from slotpin.checks.client import KeyWantedError, NoAnswerError, Reply, Server
 from slotpin.errors import UserError
 from slotpin.observe.board import Board
 from slotpin.proxy.questions import Questions
@@ -62,9 +62,12 @@ def _read(place: Place, reply: Reply, shape: type[Shape]) -> Shape:
 async def _get(place: Place, path: str) -> Reply:
     async with Questions() as questions:
         try:
-            return await Server(questions, place.url, place.key).get(path)
+            reply = await Server(questions, place.url, place.key).get(path)
         except NoAnswerError as error:
             raise _not_there(place, str(error)) from None
+    if reply.wants_own_key:
+        raise KeyWantedError(place.url)
+    return reply
 
 
 def _not_there(place: Place, why: str) -> UserError:

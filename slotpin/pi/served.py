@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from slotpin.checks.client import NoAnswerError, Reply, Server
+from slotpin.checks.client import KeyWantedError, NoAnswerError, Reply, Server
 from slotpin.checks.look import Models
 from slotpin.errors import UserError
 from slotpin.proxy.questions import Questions
@@ -54,12 +54,15 @@ async def look(url: str, api_key: str, *, pi_has_key: bool) -> Found:
         server = Server(http, url, api_key)
         try:
             await _is_slotpin(server)
-            models = _read(await server.get("/v1/models"), Models, f"{url}/v1/models").data
+            reply = await server.get("/v1/models")
+            if reply.wants_own_key:
+                raise UserError(f"{KeyWantedError(url)}; Pi gets it with --api-key '$NAME', a variable that holds it")
+            models = _read(reply, Models, f"{url}/v1/models").data
             props = _read(await server.get("/props"), _Props, f"{url}/props")
-            if not pi_has_key and (await Server(http, url, "none").get("/props")).status in (401, 403):
+            if not pi_has_key and (reply := await Server(http, url, "none").get("/props")).status in (401, 403):
+                who = f"the slotpin on {url}" if reply.wants_own_key else f"the llama-server behind {url}"
                 raise UserError(
-                    f"the llama-server behind {url} wants an API key: give Pi one with --api-key '$NAME', where NAME "
-                    "is a variable that holds it"
+                    f"{who} wants an API key: give Pi one with --api-key '$NAME', where NAME is a variable with it"
                 )
             is_router = props.role == "router"
             loaded = [

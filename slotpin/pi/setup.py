@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -60,6 +60,23 @@ def known_key(folder: Path) -> str | None:
     path = folder / MODELS
     key = find(_document(path, MODELS, agent.read_file(path)), (*PROVIDER_PATH, "apiKey"))
     return key if isinstance(key, str) and key != NO_KEY else None
+
+
+def key_sent(key: str | None, environ: Mapping[str, str]) -> str | None:
+    """What Pi will send for this `apiKey` of models.json; None where that is not known here.
+
+    It may name variables, or begin with `!` and be a command, which is Pi's to run.
+    """
+    if key is None or key.startswith("!"):
+        return None
+    parts = [(found[1] or found[2], found[3]) for found in _VARIABLE.finditer(key)]
+    if any(name and not environ.get(name) for name, _ in parts):
+        return None
+    return _VARIABLE.sub(lambda found: found[3] or environ[found[1] or found[2]], key)
+
+
+# `$NAME`, `${NAME}`, and `$$` and `$!` for the signs themselves (its core/resolve-config-value.ts).
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|([$!]))")
 
 
 def plan_setup(folder: Path, url: str, api_key: str | None, found: Found) -> Plan:

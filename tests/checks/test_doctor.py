@@ -403,3 +403,18 @@ def test_the_table(tmp_path: Path) -> None:
     assert [row.split("  ")[0] for row in rows] == ["ok", "could be better", "note", "unsafe"]
     assert "-> slotpin serve\n" in done.stdout
     assert done.stdout.endswith("\n\n1 unsafe, 1 could be better\n")
+
+
+def test_a_slotpin_that_wants_a_key(tmp_path: Path) -> None:
+    keys = {"SLOTPIN_LISTEN_API_KEYS": '["k"]'}
+    with (
+        llama(*RECOMMENDED) as server,
+        Program(tmp_path, "serve", *AUTO, "--port", "0", *server.upstream, **keys) as program,
+    ):
+        flags = ("--port", program.url.rpartition(":")[2], *server.upstream)
+        report = doctor(tmp_path, *flags)
+        assert report.bad == {"slotpin"}
+        assert report.text("slotpin") == f"runs on {program.url} and wants a key, so how it pins is not known"
+        assert report.remedy("slotpin").startswith("export SLOTPIN_LISTEN_API_KEYS=")
+        assert "pinning" not in report.findings
+        assert doctor(tmp_path, *flags, **keys).bad == set()

@@ -186,6 +186,20 @@ def test_wrong_key(tmp_path: Path) -> None:
         assert done.returncode == 0
 
 
+def test_a_slotpin_that_wants_a_key(tmp_path: Path) -> None:
+    """A second one beside it would know nothing of its requests."""
+    keys = {"SLOTPIN_LISTEN_API_KEYS": '["k"]'}
+    with (
+        llama(*RECOMMENDED) as server,
+        Program(tmp_path, "serve", "--enabled", "auto", "--port", "0", *server.upstream, **keys) as program,
+    ):
+        flags = ("--port", program.url.rpartition(":")[2], *server.upstream, "--tokens", "100", "--no-direct")
+        done = verify(tmp_path, "--enabled", "auto", *flags)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert_lines(done.stderr, f"slotpin runs on {program.url} and wants a key: set SLOTPIN_LISTEN_API_KEYS=")
+        assert verify(tmp_path, *flags, **keys).returncode == 0
+
+
 # --- the verdict ----------------------------------------------------------------------------------------------------
 
 MAIN = Turn("main turn", 0, 0, 1000, 0, 10.0, "pinned")

@@ -126,6 +126,17 @@ def test_where_something_else_runs(tmp_path: Path, words: tuple[str, ...]) -> No
     assert_lines(done.stderr, f"no slotpin at {url}: what answers there is not slotpin")
 
 
+@pytest.mark.parametrize("words", LOOKS, ids=" ".join)
+def test_where_a_slotpin_wants_a_key(tmp_path: Path, words: tuple[str, ...]) -> None:
+    keys = {"SLOTPIN_LISTEN_API_KEYS": '["k"]'}
+    with Program(tmp_path, "serve", "--port", "0", "--upstream", NOBODY, **keys) as program:
+        done = run(tmp_path, *words, "--url", program.url)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert_lines(done.stderr, f"slotpin runs on {program.url} and wants a key: set SLOTPIN_LISTEN_API_KEYS=")
+        right = run(tmp_path, *words, "--url", program.url, **keys)
+        assert "wants a key" not in right.stderr
+
+
 def test_mistakes(tmp_path: Path) -> None:
     done = run(tmp_path, "status", "--url", "127.0.0.1:8484")
     assert done.returncode == 2

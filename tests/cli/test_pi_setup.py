@@ -13,7 +13,7 @@ import pytest
 import slotpin.pi as package
 from tests.checks.servers import web_server
 from tests.real.servers import llama, slotpin
-from tests.support.program import assert_lines, command, environment, run
+from tests.support.program import Program, assert_lines, command, environment, run
 
 OTHERS = """\
 {
@@ -271,6 +271,26 @@ def test_no_slotpin_there(tmp_path: Path, agent: Path) -> None:
     assert done.returncode == 1
     assert_lines(done.stderr, f"{url} is not slotpin; ")
     assert not agent.exists()
+
+
+def test_a_slotpin_that_wants_a_key(tmp_path: Path, agent: Path) -> None:
+    flags = ("--port", "0", "--set", 'listen.apiKeys=["k$"]')
+    with (
+        llama("--alias", "tiny") as server,
+        Program(tmp_path, "serve", *flags, "--upstream", f"{server.url}/v1") as proxy,
+    ):
+        setup = ("setup", "--port", str(urlsplit(proxy.url).port), "--yes")
+        for more in [(), ("--api-key", "$SLK")]:
+            done = pi(tmp_path, *setup, *more, SLK="another")
+            assert done.returncode == 2
+            assert_lines(done.stderr, f"slotpin runs on {proxy.url} and wants a key: set SLOTPIN_LISTEN_API_KEYS=")
+            assert "--api-key '$NAME'" in done.stderr
+        done = pi(tmp_path, *setup, SLOTPIN_LISTEN_API_KEYS='["k$"]')
+        assert_lines(done.stderr, f"the slotpin on {proxy.url} wants an API key: give Pi one with --api-key '$NAME'")
+        assert not agent.exists()
+        for key, value in [("$SLK", "k$"), ("${SLK}$$", "k"), ("k$$", "")]:
+            assert pi(tmp_path, *setup, "--api-key", key, SLK=value).returncode == 0
+            assert json.loads((agent / "models.json").read_text())["providers"]["slotpin"]["apiKey"] == key
 
 
 def test_a_server_that_wants_a_key(tmp_path: Path, agent: Path) -> None:
