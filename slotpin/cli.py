@@ -16,9 +16,11 @@ from slotpin import __version__
 from slotpin.checks import doctor, findings
 from slotpin.checks import verify as verifying
 from slotpin.checks.client import key_for_requests, own_key
+from slotpin.checks.port import check_port
 from slotpin.completion import SHELLS, script
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError, printable
+from slotpin.greeting import Start
 from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
 from slotpin.llama.model import check_model, default_model
@@ -280,10 +282,17 @@ def _whole_number(text: str, least: int, most: int) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    run(serve(_loader(options, {})))
+    load_settings = _loader(options, {})
+    _check_port(load_settings())
+    run(serve(load_settings, Start(options.config)))
+
+
+def _check_port(loaded: Loaded) -> None:
+    asyncio.run(check_port(loaded.settings.listen, by_make="MAKELEVEL" in os.environ))
 
 
 _SERVER_HOST = "127.0.0.1"
+_SPLIT_POOL = frozenset({"--no-kv-unified", "-no-kvu"})
 _ADDRESS_FLAGS = {
     "--host": "it always listens on 127.0.0.1, and slotpin's own address is set with --host before the --",
     "--port": "use --server-port before the --",
@@ -295,7 +304,7 @@ def _up(options: argparse.Namespace) -> None:
         if any(argument.partition("=")[0] == flag for argument in options.server_args):
             raise UserError(f"{flag} after --: slotpin has to know where llama-server listens; {instead}")
     # What costs nothing is checked before what takes minutes.
-    _loader(options, {})()
+    _check_port(_loader(options, {})())
     model = check_model(options.model) if options.model else None
     port = options.server_port or free_port(_SERVER_HOST, 8080)
     binary = _own_binary(options.binary) if options.binary else build_server(_build_options(options), _report).path
@@ -306,7 +315,8 @@ def _up(options: argparse.Namespace) -> None:
     forced = {"main.baseUrl": base_url, "compactor.baseUrl": base_url}
     _report(f"starting llama-server with {model.name}")
     load_settings = _loader(options, forced, unset={"llamaCppSlots.enabled": "auto"})
-    run(up(load_settings, binary, args, _SERVER_HOST, port))
+    start = Start(options.config, own_server=True, shared=not _SPLIT_POOL.intersection(options.server_args))
+    run(up(load_settings, start, binary, args, _SERVER_HOST, port))
 
 
 def _own_binary(path: Path) -> Path:

@@ -11,46 +11,44 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
-from slotpin import __version__, systemd
+from slotpin import systemd
 from slotpin.config import Loaded
 from slotpin.errors import UserError
+from slotpin.greeting import Start, greeting
 from slotpin.llama.cache import server_log
 from slotpin.llama.launch import LlamaServer
 from slotpin.llama.series import is_patched
 from slotpin.observe import log as logs
 from slotpin.observe.tracing import tracing
-from slotpin.pinning.decision import Unverified
-from slotpin.pinning.endpoints import socket_path
-from slotpin.pinning.reasons import explain
 from slotpin.pinning.topology import Topology
 from slotpin.proxy.app import Proxy
-from slotpin.proxy.discover import Found, discover
+from slotpin.proxy.discover import discover
 from slotpin.proxy.reload import Reloader
 
 Load = Callable[[], Loaded]
 
 
-async def serve(load: Load) -> None:
+async def serve(load: Load, start: Start) -> None:
     """Front a server that is already there, until a signal ends it."""
     with _signals() as stopped:
-        async with _proxy(load) as proxy:
+        async with _proxy(load) as (proxy, loaded):
             systemd.notify("READY=1")
-            await _greet(proxy, ())
+            await _greet(proxy, loaded, start)
             await stopped.wait()
 
 
-async def up(load: Load, binary: Path, args: Sequence[str], host: str, port: int) -> None:
+async def up(load: Load, start: Start, binary: Path, args: Sequence[str], host: str, port: int) -> None:
     """Start llama-server and the proxy in front of it; both end together. Raises UserError if the server dies."""
     server = LlamaServer(binary, args, host, port, server_log(port))
     with _signals() as stopped:
         # The proxy's port comes first: a mistake there should not cost the loading of a model.
-        async with _proxy(load) as proxy:
+        async with _proxy(load) as (proxy, loaded):
             try:
                 await server.start()
                 if not await _first(server.wait_ready(), stopped.wait()):
                     return
                 systemd.notify("READY=1")
-                await _greet(proxy, (f"  llama-server log  {server.log_path}",))
+                await _greet(proxy, loaded, start, (f"  llama-server log  {server.log_path}",))
                 if await _first(server.wait(), stopped.wait()):
                     raise UserError(f"llama-server ended with {server.returncode}; log: {server.log_path}", 1)
             finally:
@@ -72,7 +70,7 @@ async def _first(one: Coroutine[None, None, object], other: Coroutine[None, None
 
 
 @contextlib.asynccontextmanager
-async def _proxy(load: Load) -> AsyncIterator[Proxy]:
+async def _proxy(load: Load) -> AsyncIterator[tuple[Proxy, Loaded]]:
     loaded = load()
     settings = loaded.settings
     logs.configure(settings.log.format, settings.log.level)
@@ -88,7 +86,7 @@ async def _proxy(load: Load) -> AsyncIterator[Proxy]:
         watch = asyncio.create_task(Reloader(proxy.state, loaded.path, load, log).watch())
         try:
             async with tracing(proxy.state.observer, os.environ, log):
-                yield proxy
+                yield proxy, loaded
                 await proxy.stop()  # so that what ends now is traced too
         finally:
             watch.cancel()
@@ -129,46 +127,12 @@ def _signals() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-async def _greet(proxy: Proxy, more: Sequence[str]) -> None:
-    running = proxy.state.running
-    found = await discover(proxy.state.probe, running.probe_target)
+async def _greet(proxy: Proxy, loaded: Loaded, start: Start, more: Sequence[str] = ()) -> None:
+    target = proxy.state.running.probe_target
+    found = await discover(proxy.state.probe, target)
     if isinstance(found.probed, Topology):
-        await proxy.state.probe.build(running.probe_target)  # for the status
-    print("\n".join([*greeting(proxy.url, running.main.url, running.pin.enabled, found), *more]), flush=True)
+        await proxy.state.probe.build(target)  # for the status
+    print("\n".join([*greeting(proxy.url, loaded, found, start), *more]), flush=True)
     # What is here now stays: to look through it again and again for garbage stops every stream for 40 ms.
     gc.collect()
     gc.freeze()
-
-
-def greeting(url: str, upstream: str, mode: bool | str, found: Found) -> list[str]:
-    """What a person reads when slotpin is ready."""
-    shown_mode = mode if isinstance(mode, str) else str(mode).lower()
-    lines = [
-        f"slotpin {__version__} listens on {url}",
-        f"  llama-server      {upstream}",
-        f"  slots             {_slots(found)}",
-        f"  model             {found.model or 'unknown'}",
-        f"  llamaCppSlots     enabled: {shown_mode}{_OFF if mode is False else ''}",
-    ]
-    if found.model is None:
-        return lines
-    if socket := socket_path(url):
-        return [*lines, f"  any client        over the socket: curl --unix-socket {socket} http://localhost/v1/models"]
-    return [
-        *lines,
-        f"  any client        base URL {url}/v1",
-        f"  Pi                slotpin pi setup, then: pi --model slotpin/{found.model}",
-    ]
-
-
-_OFF = ", so nothing is pinned; --enabled auto pins"
-
-
-def _slots(found: Found) -> str:
-    match found.probed:
-        case Unverified(reason, detail):
-            return f"unknown: {explain(reason, detail)}"
-        case Topology(slots):
-            contexts = sorted({slot.n_ctx for slot in slots if slot.n_ctx is not None})
-            each = f", context of each {' or '.join(map(str, contexts))} tokens" if contexts else ""
-            return f"{len(slots)}{each}"

@@ -93,9 +93,9 @@ class Server:
         self._questions = questions
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
-    async def get(self, path: str) -> Reply:
+    async def get(self, path: str, seconds: float = LOOK_SECONDS) -> Reply:
         """Raises NoAnswerError."""
-        return await _answer(self._questions.ask("GET", self.root, path, headers=self._headers), LOOK_SECONDS)
+        return await _answer(self._questions.ask("GET", self.root, path, headers=self._headers), seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Reply:
         """Raises NoAnswerError."""

@@ -63,15 +63,15 @@ def free_port(host: str, preferred: int) -> int:
     """
     for port in (preferred, 0):
         try:
-            return _bind(host, port)
+            return try_port(host, port)
         except OSError as error:
             if port == 0:
                 raise UserError(f"cannot listen on {host}: {error.strerror or error}") from error
     raise AssertionError("unreachable")
 
 
-def _bind(host: str, port: int) -> int:
-    """Bind and let go at once; the port that was bound."""
+def try_port(host: str, port: int) -> int:
+    """Bind and let go at once; the port that was bound. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
@@ -145,7 +145,7 @@ class LlamaServer:
 
     def _check_port(self) -> None:
         try:
-            _bind(self._host, self._port)
+            try_port(self._host, self._port)
         except OSError as error:
             raise UserError(
                 f"llama-server cannot listen on {self._host}:{self._port}: {error.strerror or error}; "

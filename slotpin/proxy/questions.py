@@ -58,6 +58,9 @@ def _session(socket: str, root: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), timeout=no_limit)
 
 
+NOBODY = "nothing listens there"
+
+
 def why_no_answer(error: Exception) -> str:
     """Of what `ask` may raise, in a few words."""
     match error:
@@ -68,7 +71,7 @@ def why_no_answer(error: Exception) -> str:
         case aiohttp.ClientConnectorDNSError():
             return "there is no host of that name"
         case aiohttp.ClientConnectorError():
-            return "nothing listens there"
+            return NOBODY
         case aiohttp.ServerDisconnectedError() | ConnectionError():
             return "it closed the connection without an answer"
         case aiohttp.ClientPayloadError():

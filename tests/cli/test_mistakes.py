@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.program import assert_lines, run
+from tests.support.program import Program, assert_lines, run
 
 
 def config(folder: Path, content: object, name: str = "slotpin.json") -> str:
@@ -105,8 +105,19 @@ def test_a_port_in_use(tmp_path: Path, command: str) -> None:
         done = run(tmp_path, command, "--port", str(port), *more)
     assert done.returncode == 2
     assert done.stdout == ""
-    errors = "".join(line for line in done.stderr.splitlines(keepends=True) if not line.startswith("starting"))
-    assert_lines(errors, f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another with --port")
+    assert_lines(done.stderr, f"cannot listen on 127.0.0.1:{port}: the port is in use; choose another with --port ")
+
+
+def test_a_port_that_slotpin_has_already(tmp_path: Path) -> None:
+    """Said before a llama-server is built or a model fetched, and for who typed `make run` as he has to type it."""
+    with Program(tmp_path, "serve", "--port", "0", "--set", 'listen.apiKeys=["k"]') as program:
+        port = int(program.url.rpartition(":")[2])
+        done = run(tmp_path, "up", "--port", str(port), PATH="/nowhere")
+        by_make = run(tmp_path, "up", "--port", str(port), PATH="/nowhere", MAKELEVEL="1")
+    there = f"cannot listen on 127.0.0.1:{port}: slotpin already runs there (slotpin status shows it); "
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_lines(done.stderr, f"{there}choose another port with --port ")
+    assert_lines(by_make.stderr, f'{there}choose another port with make run ARGS="--port ')
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-name.invalid"])

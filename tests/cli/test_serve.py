@@ -50,8 +50,8 @@ def test_it_says_where_it_listens_and_that_nothing_is_behind_it(tmp_path: Path) 
         assert lines[0] == f"slotpin {__version__} listens on {program.url}"
         found = dict(line.strip().split(maxsplit=1) for line in lines[1:])
         assert found["llama-server"] == upstream.removesuffix("/v1")
-        assert found["slots"].startswith("unknown: ")
-        assert "nothing listens there" in found["slots"]
+        nothing = f"nothing listens at {upstream.removesuffix('/v1')}"
+        assert found["slots"] == f"unknown: {nothing}: start llama-server, or mend --upstream (main.baseUrl)"
         assert found["model"] == "unknown"
         assert found["llamaCppSlots"] == "enabled: auto"
         assert "Pi" not in found

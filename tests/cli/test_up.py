@@ -61,11 +61,12 @@ def test_ready_with_four_slots_and_ended_by_ctrl_c(tmp_path: Path) -> None:
     with up(tmp_path) as program:
         url = program.url
         found = dict(line.strip().split(maxsplit=1) for line in program.out.splitlines()[1:])
-        assert found["slots"] == "4, context of each 32768 tokens"
+        assert found["slots"] == "4, sharing 32768 tokens"
         assert found["llamaCppSlots"] == "enabled: auto"
         assert found["model"] == full_attention().stem
         assert found["any"].endswith(f"{url}/v1")
-        assert found["Pi"].endswith(f"pi --model slotpin/{found['model']}")
+        set_up = f"slotpin pi setup --port {urlsplit(url).port}"
+        assert found["Pi"] == f"{set_up}, then: pi --model slotpin/{found['model']}"
         assert program.err == f"starting llama-server with {full_attention().name}\n"
 
         status, headers, answer = fetch(url, "/v1/chat/completions", CHAT)
@@ -109,7 +110,7 @@ def test_arguments_after_the_dashes_win(tmp_path: Path) -> None:
         status, _, slots = fetch(program.url, "/slots")
         assert status == 200
         assert [slot["id"] for slot in slots] == [0, 1, 2]
-        assert "  slots             3, context of each 4096 tokens\n" in program.out
+        assert "  slots             3, sharing 4096 tokens\n" in program.out
 
 
 def test_a_port_after_the_dashes_is_not_lost(tmp_path: Path) -> None:
