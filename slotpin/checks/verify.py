@@ -194,7 +194,21 @@ def _comparison(follow_up: Turn, direct: Sequence[Turn]) -> str:
         return f"Without slotpin the follow-up evaluated {without}."
     if follow_up.evaluated > 2 * without:
         return f"Without slotpin the follow-up evaluated only {without}: that must not be; see slotpin doctor."
-    return f"Without slotpin it evaluated {without}, about as much."
+    return f"Without slotpin it evaluated {without}, about as much: {_why_no_more(direct)}."
+
+
+def _why_no_more(direct: Sequence[Turn]) -> str:
+    """What kept the conversation where slotpin did not."""
+    main, side, follow_up, _ = direct
+    if None in (main.slot, side.slot, follow_up.slot):
+        return "nothing was lost this time"
+    if side.slot == main.slot == follow_up.slot:
+        return (
+            "the compaction took its slot, and llama-server brought it back from its prompt cache in host memory "
+            "(--cache-ram). slotpin makes the difference where that is off or full; to see it, start the server with "
+            'slotpin up -- --cache-ram 0 (make run ARGS="-- --cache-ram 0")'
+        )
+    return "llama-server happened to choose another slot for the compaction; with fewer free ones it can't"
 
 
 def lines(result: Result) -> list[str]:

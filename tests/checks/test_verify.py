@@ -236,7 +236,9 @@ def test_kept(turns: list[Turn], keeps: bool) -> None:
         (changed(side=replace(SIDE, pinned=None, reason="busy")), [], "not all of it pinned (busy)."),
         (changed(side=replace(SIDE, slot=0)), [], "is not where slotpin had sent them"),
         (changed(), changed(follow_up=replace(FOLLOW_UP, evaluated=1030)), "the follow-up evaluated 1030."),
-        (changed(), changed(), "it evaluated 30, about as much."),
+        (changed(), changed(), "evaluated 30, about as much: llama-server happened to choose another slot"),
+        (changed(), changed(side=replace(SIDE, slot=0)), "brought it back from its prompt cache in host memory (--cac"),
+        (changed(), changed(side=replace(SIDE, slot=None)), "about as much: nothing was lost this time."),
         (changed(), changed(follow_up=replace(FOLLOW_UP, evaluated=9)), "evaluated only 9: that must not be"),
     ],
 )
