@@ -78,6 +78,13 @@ def test_the_socket_is_where_slotpin_listens_by_default() -> None:
     assert settings_of(DEPLOY / "systemd/slotpin.socket")["ListenStream"] == [f"{default.host}:{default.port}"]
 
 
+def test_what_the_installation_copies_is_in_the_sources() -> None:
+    commands = re.findall(r"^(?:install -D -m 644|cp) (.+) \S+$", (TOP / "docs/deploy.md").read_text(), re.MULTILINE)
+    sources = [source for words in commands for source in words.split()]
+    assert "config.example.json" in sources
+    assert [source for source in sources if not (TOP / source).is_file()] == []
+
+
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
     analyze = needed("systemd-analyze", "systemd")
     for unit in UNITS:
