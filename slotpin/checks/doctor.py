@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -14,13 +17,16 @@ from slotpin.checks.look import Props, Slot, Trouble, read_models, read_props, r
 from slotpin.checks.pi_models import believed, models_file
 from slotpin.config import Listen, Loaded, Settings
 from slotpin.errors import UserError
+from slotpin.llama.cache import server_log
 from slotpin.llama.series import is_patched
-from slotpin.pinning.endpoints import same_endpoint, server_root
+from slotpin.pinning.endpoints import is_loopback, same_endpoint, server_root
 from slotpin.pinning.ids import normalise
 from slotpin.proxy.questions import Questions
 
 RECOMMENDED = "llama-server … --parallel 4 --kv-unified --no-cache-idle-slots --slots"
 NO_CLEARING = "llama-server … --no-cache-idle-slots   # or slotpin up, whose server clears only to make room"
+
+KEPT_BY_OURS = "kept: slotpin's own build clears one only to make room"
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -43,7 +49,7 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
             for line in str(error).splitlines()
         ]
     async with Questions() as http:
-        itself = await _slotpin(http, loaded.settings)
+        itself = await _slotpin(http, loaded)
         settings = _in_force(loaded.settings, itself.status)
         found = configuration(loaded, settings, pinning_known=not itself.silent)
         findings = [*found, itself.finding, *_sharing(itself.status)]
@@ -116,7 +122,8 @@ class _Itself:
     silent: bool = False
 
 
-async def _slotpin(http: Questions, settings: Settings) -> _Itself:
+async def _slotpin(http: Questions, loaded: Loaded) -> _Itself:
+    settings = loaded.settings
     if settings.listen.port == 0:
         return _Itself(Finding(Level.NOTE, "slotpin", "listen.port is 0, any free one: it was not looked for"))
     url = listen_url(settings.listen)
@@ -132,7 +139,7 @@ async def _slotpin(http: Questions, settings: Settings) -> _Itself:
         text = f"another program listens on {url}, so slotpin can't"
         remedy = "slotpin serve --port PORT   # one that is free"
         return _Itself(Finding(Level.BETTER, "slotpin", text, remedy))
-    return _running(status, url, settings)
+    return _running(status, url, loaded)
 
 
 def _sharing(status: Status | None) -> list[Finding]:
@@ -156,14 +163,15 @@ def _in_force(settings: Settings, status: Status | None) -> Settings:
     return settings.model_copy(update={"llama_cpp_slots": slots})
 
 
-def _running(status: Status, url: str, settings: Settings) -> _Itself:
+def _running(status: Status, url: str, loaded: Loaded) -> _Itself:
+    settings, origin = loaded.settings, loaded.origins["llamaCppSlots.enabled"]
     running = f"{status.version} runs on {url}"
     if not same_endpoint(status.endpoints.main, settings.main.base_url):
         text = f"{running}, but in front of {status.endpoints.main} and not of {settings.main.base_url}"
         return _Itself(Finding(Level.BETTER, "slotpin", text, "slotpin serve   # anew, with this configuration"))
     if status.mode != settings.llama_cpp_slots.enabled:
-        said = _mode(settings.llama_cpp_slots.enabled)
-        text = f"{running} with enabled: {_mode(status.mode)} (this configuration: {said})"
+        said = "" if origin == "default" else f" (this configuration: {_mode(settings.llama_cpp_slots.enabled)})"
+        text = f"{running} with enabled: {_mode(status.mode)}{said}"
         return _Itself(Finding(Level.NOTE, "slotpin", text), status)
     return _Itself(Finding(Level.OK, "slotpin", running), status)
 
@@ -206,8 +214,10 @@ async def _server(server: Server, settings: Settings, options: Options) -> list[
     findings += contexts(slots, settings)
     findings += _pi(slots, settings, options.environ)
     if len(slots) > 1:
-        seen = await _idle(server, slots, options)
-        findings += [memory(slots, seen), idle_slots(seen, settings, patched=is_patched(props.build_info))]
+        patched = is_patched(props.build_info)
+        seen = await _idle(server, slots, options, patched=patched)
+        log = log_of(server.root) if patched else None
+        findings += [memory(slots, seen, log), idle_slots(seen, settings, patched=patched)]
     return [*findings, anthropic_route(props)]
 
 
@@ -293,15 +303,24 @@ def _pi(slots: Sequence[Slot], settings: Settings, environ: Mapping[str, str]) -
     return findings or [Finding(Level.OK, "Pi", fits)]
 
 
-async def _idle(server: Server, slots: Sequence[Slot], options: Options) -> Seen:
+def log_of(root: str) -> Path | None:
+    """Where the server that `slotpin up` has started on this machine writes."""
+    place = urlsplit(root)
+    path = server_log(place.port or 0)
+    return path if is_loopback(place.hostname or "") and path.is_file() else None
+
+
+async def _idle(server: Server, slots: Sequence[Slot], options: Options, *, patched: bool) -> Seen:
+    if patched and not options.probe:
+        return without_provoking(slots, KEPT_BY_OURS)
     if options.probe is False:
         return without_provoking(slots, "left out: --no-probe")
     seen = await provoke(server, slots, careful=options.probe is None)
     return without_provoking(slots, seen.detail) if seen.idle is Idle.UNKNOWN else seen
 
 
-def memory(slots: Sequence[Slot], seen: Seen) -> Finding:
-    """One pool for all slots, or a part for each: the server says neither, but two effects tell."""
+def memory(slots: Sequence[Slot], seen: Seen, log: Path | None = None) -> Finding:
+    """One pool for all slots, or a part for each: the server says neither, but two effects tell. `log`: its own."""
     if seen.idle is Idle.CLEARED:
         return Finding(Level.OK, "KV memory", "unified: the slots share one pool, as the cleared slot shows")
     largest = max((slot.n_ctx or 0 for slot in slots), default=0)
@@ -309,7 +328,8 @@ def memory(slots: Sequence[Slot], seen: Seen) -> Finding:
     if 0 < largest < held:
         return Finding(Level.OK, "KV memory", f"more than one slot's context: the slots hold {held} tokens together")
     text = "unified or split is unknown, as the server does not show it; if unified, all slots share the context"
-    return Finding(Level.NOTE, "KV memory", text, "grep kv_unified LOG   # llama-server's own")
+    named = shlex.quote(str(log)) if log else "LOG   # llama-server's own"
+    return Finding(Level.NOTE, "KV memory", text, f"grep kv_unified {named}")
 
 
 def idle_slots(seen: Seen, settings: Settings, *, patched: bool) -> Finding:
@@ -318,6 +338,8 @@ def idle_slots(seen: Seen, settings: Settings, *, patched: bool) -> Finding:
     match seen.idle:
         case Idle.KEPT:
             return Finding(Level.OK, "idle slots", seen.detail)
+        case Idle.UNKNOWN if patched:
+            return Finding(Level.OK, "idle slots", KEPT_BY_OURS)
         case Idle.UNKNOWN:
             return Finding(Level.NOTE, "idle slots", seen.detail)
         case Idle.CLEARED:

@@ -143,11 +143,18 @@ def test_a_model_that_is_loading(tmp_path: Path) -> None:
 def test_patched_server(tmp_path: Path) -> None:
     with llama("--parallel", "4", "--kv-unified", binary=patched_binary()) as server:
         report = doctor(tmp_path, *AUTO, *server.upstream)
+        assert server.held == [0, 0, 0, 0]  # what it does is known, so no prompt was sent
+        assert report.remedy("KV memory").startswith("grep kv_unified LOG")
+        probed = doctor(tmp_path, *AUTO, "--probe", *server.upstream)
+        cache = {"SLOTPIN_CACHE_DIR": str(server.log_path.parents[1])}
+        named = doctor(tmp_path, *AUTO, *server.upstream, **cache)
     assert report.bad == set()
     assert report.exit_code == 0
     assert report.text("llama-server").endswith("slotpin's own")
     assert report.level("/v1/messages") == "ok"
-    assert report.level("idle slots") == "ok"
+    assert (report.level("idle slots"), report.text("idle slots")[:5]) == ("ok", "kept:")
+    assert "kept its tokens" in probed.text("idle slots")
+    assert named.remedy("KV memory") == f"grep kv_unified {server.log_path}"
 
 
 # --- other servers --------------------------------------------------------------------------------------------------
@@ -311,6 +318,8 @@ def test_slotpin_itself(tmp_path: Path) -> None:
         assert report.level("slotpin") == "ok"
         report = doctor(tmp_path, "--enabled", "true", "--port", port, *server.upstream)
         assert report.text("slotpin").endswith("with enabled: auto (this configuration: true)")
+        report = doctor(tmp_path, "--port", port, *server.upstream)
+        assert report.text("slotpin").endswith("with enabled: auto")
         report = doctor(tmp_path, *AUTO, "--port", port, "--upstream", f"{program.url}/v1")
         assert report.level("configuration") == "unsafe"
         assert "run in a circle" in report.text("configuration")
