@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -185,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
     config_parser = commands.add_parser("config", help="check or show the configuration")
     config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     check_parser = _command(config_commands, "check", _config_check, "check a configuration file")
-    check_parser.add_argument("file", type=Path, metavar="FILE")
+    check_parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: the one in force")
     show_parser = _command(config_commands, "show", _config_show, "show each value in force and where it came from")
     _add_settings(show_parser)
     show_parser.add_argument("--json", action="store_true", help="as JSON")
@@ -338,7 +339,10 @@ def _build_options(options: argparse.Namespace) -> BuildOptions:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    how = doctor.Options(options.probe, os.environ)
+    file = None
+    with contextlib.suppress(UserError):  # which is the first that doctor finds
+        file = find_config(options.config, os.environ, Path.cwd())
+    how = doctor.Options(options.probe, os.environ, file)
     found = asyncio.run(doctor.examine(lambda: _loader(options, {})(), how))
     if options.json:
         print(json.dumps(findings.as_json(found), indent=2, ensure_ascii=False))
@@ -440,11 +444,15 @@ def _says_yes(question: str) -> bool:
 
 
 def _config_check(options: argparse.Namespace) -> None:
+    path: Path | None = options.file or find_config(None, os.environ, Path.cwd())
+    if path is None:
+        print("no configuration file, the defaults are in force")
+        return
     # The file alone: a variable must neither hide nor cause a finding.
-    loaded = load(options.file, {}, {})
+    loaded = load(path, {}, {})
     for note in loaded.notes:
-        print(f"{options.file}: note: {note}")
-    print(f"{options.file}: valid")
+        print(f"{path}: note: {note}")
+    print(f"{path}: valid")
 
 
 def _config_show(options: argparse.Namespace) -> None:

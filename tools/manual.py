@@ -85,7 +85,11 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield from _commands(parser)
         return
     options = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
-    arguments = [f" {_name(action)}" for action in options if not action.option_strings]
+    arguments = [
+        f" [{_name(action)}]" if action.nargs == "?" else f" {_name(action)}"
+        for action in options
+        if not action.option_strings
+    ]
     tail = (parser.usage or "").partition("[options]")[2]
     yield f".SS {_escaped(parser.prog + ''.join(arguments) + tail)}\n"
     yield ".PP\n".join(_lines(text) for text in (parser.description, parser.epilog) if text)

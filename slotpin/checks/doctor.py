@@ -33,10 +33,12 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`probe` None: two short prompts are sent if no slot is in use; True: if two are free; False: never."""
+    """`probe` None: two short prompts are sent if no slot is in use; True: if two are free; False: never.
+    `file`: of the configuration."""
 
     probe: bool | None
     environ: Mapping[str, str]
+    file: Path | None
 
 
 async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]:
@@ -44,8 +46,9 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
     try:
         loaded = load()
     except UserError as error:
+        again = f"config check {shlex.quote(str(options.file))}" if options.file else "config show"
         return [
-            Finding(Level.UNSAFE, "configuration", line, "slotpin config check FILE   # after mending it")
+            Finding(Level.UNSAFE, "configuration", line, f"slotpin {again}   # after mending it")
             for line in str(error).splitlines()
         ]
     async with Questions() as http:

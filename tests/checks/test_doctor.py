@@ -283,6 +283,7 @@ def test_a_configuration_that_is_not_valid(tmp_path: Path) -> None:
     assert report.exit_code == 2
     assert set(report.findings) == {"configuration"}
     assert "$.llamaCppSlots.mainIdSlot: -1 is not allowed" in report.text("configuration")
+    assert report.remedy("configuration") == f"slotpin config check {tmp_path / 'slotpin.json'}   # after mending it"
 
 
 def test_notes_on_the_configuration(tmp_path: Path) -> None:

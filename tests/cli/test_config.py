@@ -18,6 +18,17 @@ def test_check_of_a_valid_file(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "slotpin.json: valid\n", "")
 
 
+def test_check_of_the_file_in_force(tmp_path: Path) -> None:
+    done = run(tmp_path, "config", "check")
+    assert (done.returncode, done.stdout) == (0, "no configuration file, the defaults are in force\n")
+    write(tmp_path, {"listen": {"port": 99999}})
+    done = run(tmp_path, "config", "check")
+    assert done.returncode == 2
+    assert_lines(done.stderr, str(tmp_path / "slotpin.json"))
+    write(tmp_path, {})
+    assert run(tmp_path, "config", "check").stdout == f"{tmp_path / 'slotpin.json'}: valid\n"
+
+
 def test_check_of_the_example_that_the_project_ships(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "config.example.json"
     assert run(tmp_path, "config", "check", str(example)).returncode == 0
