@@ -88,6 +88,7 @@ async def _proxy(load: Load) -> AsyncIterator[tuple[Proxy, Loaded]]:
             async with tracing(proxy.state.observer, os.environ, log):
                 yield proxy, loaded
                 await proxy.stop()  # so that what ends now is traced too
+                log.info("stopped")
         finally:
             watch.cancel()
     finally:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import signal
 import socket
 import ssl
@@ -57,7 +58,7 @@ def test_it_says_where_it_listens_and_that_nothing_is_behind_it(tmp_path: Path) 
         assert "Pi" not in found
         program.signal(signal.SIGTERM)
         assert program.wait() == 0
-        assert program.err == ""
+        assert logged(program) == ["stopped"]
 
 
 @SIGNALS
@@ -67,7 +68,7 @@ def test_a_signal_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
         program.signal(number)
         assert program.wait() == 0
         assert not listens(url)
-        assert program.err == ""
+        assert logged(program) == ["stopped"]
 
 
 def test_an_answer_under_way_is_finished_after_the_signal(tmp_path: Path) -> None:
@@ -163,7 +164,12 @@ def test_sighup_without_a_file_changes_nothing(tmp_path: Path) -> None:
         assert listens(url)
         program.signal(signal.SIGTERM)
         assert program.wait() == 0
-        assert program.err == ""
+        assert logged(program) == ["stopped"]
+
+
+def logged(program: Program) -> list[str]:
+    """The events, and nothing else stands there."""
+    return [json.loads(line)["event"] for line in program.err.splitlines()]
 
 
 def arguments(upstream: str) -> tuple[str, ...]:
