@@ -55,8 +55,14 @@ Shape = TypeVar("Shape")
 def _read(place: Place, reply: Reply, shape: type[Shape]) -> Shape:
     found = reply.read(shape) if reply.status == 200 else None
     if found is None:
-        raise _not_there(place, reply.error if reply.status != 200 else "what answers there is not slotpin")
+        raise _not_there(place, _what_it_is(reply))
     return found
+
+
+def _what_it_is(reply: Reply) -> str:
+    if reply.headers.get("server", "").startswith("llama.cpp"):  # tools/server/server-http.cpp
+        return "that is a llama-server, not slotpin"
+    return reply.error if reply.status != 200 else "what answers there is not slotpin"
 
 
 async def _get(place: Place, path: str) -> Reply:
