@@ -139,6 +139,14 @@ async def _look_at_the_page(live: Slotpin) -> None:
         answer = await asyncio.to_thread(fetch, f"{live.url}{SIDE}", chat("x", tokens=2), {"User-Agent": "late/1"})
         assert answer.status == 200
         await page.until(f"document.querySelector('#latest th').textContent === '{answer.request}'")
+        # Where the plot is drawn smaller, its numbers can still be read.
+        await page.show(500, 800, "light")
+        await page.until("NARROW.matches && document.querySelector('#plot .grid').getAttribute('x1') === '118'")
+        boxes = await page.run(
+            "[...document.querySelectorAll('#plot text')].map((text) => text.getBoundingClientRect())"
+            ".map((box) => [box.height, box.left - at('plot').getBoundingClientRect().left])"
+        )
+        assert all(height >= 11 and left >= 0 for height, left in boxes), boxes
         # On a telephone nothing but the tables scrolls to the side.
         await page.show(375, 700, "light")
         assert await page.run("document.documentElement.scrollWidth <= 375")

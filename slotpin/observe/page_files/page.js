@@ -3,6 +3,9 @@
 const KEPT = 1000;
 const BARS = 60;
 const LISTED = 12;
+const NOWHERE = ["refused", "unreachable"];
+// As in page.css: there the plot's text is larger, since the plot is drawn smaller.
+const NARROW = matchMedia("(max-width: 700px)");
 const SVG = "http://www.w3.org/2000/svg";
 const records = [];
 let lastBoard = null;
@@ -66,7 +69,7 @@ function replace(parent, children) {
 function slotRow(slot) {
   const running = lastBoard.underWay.find((record) => record.id === slot.running);
   const state = running ? `busy ${duration(Math.floor(running.seconds))}` : slot.busy ? "busy" : "idle";
-  const held = slot.tokens == null ? "–" : count(slot.tokens);
+  const held = slot.tokens == null ? (running ? "…" : "–") : count(slot.tokens);
   return make("tr", {},
     make("th", { scope: "row" }, slot.model ? `${slot.model} ${slot.id}` : slot.id),
     cell(slot.role === null ? "–" : named(slot), "mono"),
@@ -95,7 +98,7 @@ function latestRow(record) {
     make("th", { scope: "row", class: "mono" }, record.id),
     cell(record.client),
     cell(record.role),
-    cell(record.slot ?? "any", "number"),
+    cell(NOWHERE.includes(record.outcome) ? "none" : record.slot ?? "any", "number"),
     cell(record.reason),
     cell(known ? count(record.cached) : "–", "number"),
     cell(known ? count(record.evaluated) : "–", "number"),
@@ -122,12 +125,13 @@ function showPlot() {
   const shown = records
     .filter((record) => record.cached != null && (!which || record.conversation === which || record.role === which))
     .slice(-BARS);
-  const [left, top, width, height] = [64, 12, 886, 230];
+  const left = NARROW.matches ? 118 : 64;
+  const [top, width, height] = [12, 950 - left, 230];
   const most = nice(Math.max(1, ...shown.map((record) => record.cached + record.evaluated)));
   const parts = [0, 0.25, 0.5, 0.75, 1].flatMap((share) => {
     const y = top + height * (1 - share);
     return [make("line", { class: "grid", x1: left, x2: left + width, y1: y, y2: y }),
-      make("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, count(Math.round(most * share)))];
+      make("text", { x: left - 8, y: y + (NARROW.matches ? 8 : 4), "text-anchor": "end" }, count(Math.round(most * share)))];
   });
   const step = width / Math.max(shown.length, 20);
   const focused = document.activeElement?.dataset?.request;
@@ -191,6 +195,7 @@ at("plot").addEventListener("pointerover", pick);
 at("plot").addEventListener("focusin", pick);
 at("plot").addEventListener("keydown", step);
 at("which").addEventListener("change", showPlot);
+NARROW.addEventListener("change", showPlot);
 showPlot();
 
 let due = false;
