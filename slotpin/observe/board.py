@@ -22,7 +22,8 @@ LATEST = 8
 
 
 class SlotRow(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """A slot and whose tokens it holds. `tokens`: as last seen or counted, None where that is not known.
+    """A slot and whose tokens it holds. `tokens`: as last seen or counted, None where that is not known, as
+    before a conversation's first answer in this slot.
 
     `running`: the request in it, if that is slotpin's; `busy` also when somebody else's was seen there. `reused`: of
     the conversation's last turns, the oldest first, how much of each prompt was re-used, in percent.
@@ -121,6 +122,8 @@ def _rows(state: State, server: Server, under_way: Iterable[Record]) -> list[Slo
         tokens = slot.tokens if slot is not None else None
         if before is not None and before.arrived + before.seconds >= seen_at:
             tokens = before.held
+        if now is not None and not _goes_on(before, now):
+            tokens = None
         rows.append(
             SlotRow(
                 id=number,
@@ -137,6 +140,11 @@ def _rows(state: State, server: Server, under_way: Iterable[Record]) -> list[Slo
             )
         )
     return rows
+
+
+def _goes_on(before: Record | None, now: Record) -> bool:
+    """Whether the slot's tokens are those of the conversation that runs there now."""
+    return before is not None and before.conversation is not None and before.conversation == now.conversation
 
 
 def _is_new(before: Record | None, seen_at: float) -> bool:

@@ -9,6 +9,10 @@ Event = MutableMapping[str, Any]
 
 _BOLD, _YELLOW, _RED, _DIM, _RESET = "\x1b[1m", "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 _COLOURS = {"warning": _YELLOW, "error": _RED, "critical": _RED}
+# What is usual, and what its client has wanted so; the rest stands out.
+_OUTCOMES = {"completed": "", "client_left": _BOLD}
+# Those that reached no slot.
+_NOWHERE = frozenset({"refused", "unreachable"})
 
 
 def renderer(*, colours: bool) -> Callable[[object, str, Event], str]:
@@ -23,7 +27,8 @@ def renderer(*, colours: bool) -> Callable[[object, str, Event], str]:
             text = f"{level}: {text}"
         if colours:
             timestamp = f"{_DIM}{timestamp}{_RESET}"
-            text = f"{_COLOURS[level]}{text}{_RESET}" if level in _COLOURS else text
+            style = _COLOURS.get(level, "") or _OUTCOMES.get(event.get("outcome", "completed"), _BOLD + _YELLOW)
+            text = f"{style}{text}{_RESET}" if style else text
         return f"{timestamp} {text}" + (f"\n{problem}" if problem else "")
 
     return render
@@ -31,14 +36,15 @@ def renderer(*, colours: bool) -> Callable[[object, str, Event], str]:
 
 def exchange(event: Mapping[str, Any]) -> str:
     """`main       slot 0  pinned  re-used 812 of 846  1.2 s  34bdd6a85727`."""
-    slot = event.get("slot")
-    parts = [f"{event['role']:9}", "any slot" if slot is None else f"slot {slot:<3}", event["reason"]]
-    if (outcome := event["outcome"]) != "completed":
+    slot, outcome = event.get("slot"), event["outcome"]
+    where = "no slot " if outcome in _NOWHERE else "any slot" if slot is None else f"slot {slot:<3}"
+    parts = [f"{event['role']:9}", where, event["reason"]]
+    if outcome != "completed":
         parts.append(outcome.replace("_", " "))
     if (evaluated := event.get("evaluated")) is not None:
-        parts.append(f"re-used {event['cached']} of {evaluated + event['cached']}")
+        parts.append(f"re-used {event['cached']:,} of {evaluated + event['cached']:,}")
     if event.get("cause"):
-        parts.append(f"lost {event['lost']} ({event['cause']})")
+        parts.append(f"lost {event['lost']:,} ({event['cause']})")
     if (waited := event.get("waited_ms") or 0) >= 100:
         parts.append(f"waited {seconds(waited / 1000)}")
     return "  ".join([*parts, seconds(event["ms"] / 1000), event["request"]])

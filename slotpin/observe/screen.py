@@ -18,6 +18,7 @@ TURNS = 10
 _BARS = "▁▂▃▄▅▆▇█"
 # Where the terminal can't show bars: tenths.
 _DIGITS = "0123456789"
+_MORE = {_BARS: "…", _DIGITS: "..."}
 _WARNING, _QUIET = "yellow", "bright_black"
 
 
@@ -28,8 +29,8 @@ def screen(board: Board, url: str, console: Console) -> RenderableType:
     elsewhere = [record for record in board.under_way if record.outcome != WAITING and record.gate is None]
     parts += _listed("waiting", [_waits(record) for record in waiting])
     parts += _listed("in slots of the server's choice", [_runs(record) for record in elsewhere])
-    parts += _listed("latest", [_ended(record) for record in board.latest])
-    parts += _listed("warnings of the last minute", _warnings(board), _WARNING)
+    parts += _listed("latest", [_ended(record) for record in board.latest], whole=True)
+    parts += _listed("warnings of the last minute", _warnings(board), _WARNING, whole=True)
     return Group(*parts)
 
 
@@ -53,6 +54,7 @@ def _head(board: Board, url: str) -> Text:
 def _slots(board: Board, ticks: str) -> RenderableType:
     if not board.slots:
         return Text("no slot is known yet: slotpin asks llama-server when a request needs to know")
+    more = _MORE[ticks]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_QUIET)
     table.add_column("slot", justify="right", no_wrap=True)
     table.add_column("conversation", no_wrap=True, max_width=17, overflow="ellipsis")
@@ -67,7 +69,7 @@ def _slots(board: Board, ticks: str) -> RenderableType:
             _whose(row.client, row.conversation) if row.role is not None else "-",
             row.role or "-",
             Text(_state(row, board.under_way), "bold" if row.busy else ""),
-            _tokens(row),
+            _tokens(row, more),
             _sparkline(row.reused[-TURNS:], ticks),
             str(row.waiting or "-"),
         )
@@ -85,8 +87,9 @@ def _state(row: SlotRow, under_way: Sequence[Record]) -> str:
     return "busy" if row.busy else "idle"
 
 
-def _tokens(row: SlotRow) -> str:
-    held = "?" if row.tokens is None else f"{row.tokens:,}"
+def _tokens(row: SlotRow, more: str) -> str:
+    unknown = "?" if row.running is None else more
+    held = unknown if row.tokens is None else f"{row.tokens:,}"
     return f"{held} / {row.n_ctx:,}" if row.n_ctx else held
 
 
@@ -115,9 +118,9 @@ def _warnings(board: Board) -> list[str]:
     return [f"{each.cause}: {each.message}{count}" for each, count in counts]
 
 
-def _listed(heading: str, lines: Sequence[str], style: str = "") -> list[RenderableType]:
-    """Warnings are wrapped, for their end has the remedy; what else is too long is cut."""
+def _listed(heading: str, lines: Sequence[str], style: str = "", *, whole: bool = False) -> list[RenderableType]:
+    """What is too long is cut, or wrapped where its end is needed: a warning's remedy, an exchange's id."""
     if not lines:
         return []
-    texts = [Text(line, style, no_wrap=not style, overflow=None if style else "ellipsis") for line in lines]
+    texts = [Text(line, style, no_wrap=not whole, overflow=None if whole else "ellipsis") for line in lines]
     return [Text(), Text(heading, _QUIET), *texts]

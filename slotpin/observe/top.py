@@ -18,7 +18,9 @@ from slotpin.observe.screen import screen
 
 
 def new_console() -> Console:
-    return Console(highlight=False, emoji=False, markup=False)
+    # rich's own heeding of NO_COLOR leaves bold.
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(highlight=False, emoji=False, markup=False, color_system=None if plain else "auto")
 
 
 async def status(place: Place) -> None:

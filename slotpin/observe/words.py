@@ -8,6 +8,7 @@ from slotpin.observe.lines import seconds
 from slotpin.observe.records import UNDER_WAY, WAITING, Record
 from slotpin.pinning.reasons import EXPLANATIONS, Reason, explain
 from slotpin.pinning.reuse import ENDING, Cause, advise
+from slotpin.pinning.roles import Role
 
 _FOUND_BY = {
     "path": "its path says so",
@@ -16,7 +17,6 @@ _FOUND_BY = {
 }
 # For the reasons that are no complaint.
 _CHOSEN = {
-    Reason.PINNED: "slotpin put id_slot into the request, so that it runs where its tokens are kept",
     Reason.VOUCHED: "llamaCppSlots.enabled is true: pinned without asking llama-server for its slots",
     Reason.EXPLICIT: "the client's own id_slot, which slotpin leaves as it is",
     Reason.EXTENDS_CONVERSATION: "a side request that goes on with a conversation, so it runs on that one's slot, "
@@ -69,7 +69,14 @@ def _slot(record: Record) -> str:
         slot = "none"
     if record.outcome == WAITING and record.gate is not None:
         slot = f"slot {record.gate}{of}, unless it turns out to be emptied"
-    return f"{slot} ({record.reason}): {_reason(record.reason, record.detail)}"
+    why = _pinned(record) if record.reason == Reason.PINNED else _reason(record.reason, record.detail)
+    return f"{slot} ({record.reason}): {why}"
+
+
+def _pinned(record: Record) -> str:
+    main = "main requests" if record.conversation is None else "this conversation"
+    kept_for = "side requests" if record.role == Role.COMPACTOR else main
+    return f"slotpin put id_slot into the request, so that it runs in the slot that is kept for {kept_for}"
 
 
 def _reason(code: str, detail: str = "") -> str:
@@ -93,15 +100,17 @@ def _cache(record: Record) -> str:
         return "nothing was evaluated" if refused else "llama-server has not said what it re-used"
     prompt = record.evaluated + record.cached
     took = f" in {seconds(record.prompt_ms / 1000)}" if record.prompt_ms is not None else ""
-    said = f"{record.cached} of {prompt} prompt tokens were re-used, {record.evaluated} evaluated{took}"
+    said = f"{record.cached:,} of {prompt:,} prompt tokens were re-used, {record.evaluated:,} evaluated{took}"
     if record.expected is None:
         return said
     if not record.expected:
         return f"{said}; nothing was expected to be there"
     if not record.lost or record.cause is None:
         rest = f", but for the last few ({ENDING} at most)" if record.lost else ""
-        return f"{said}; all that the last turn left ({record.expected}) was found again{rest}"
-    return f"{said}; {record.lost} of {record.expected} were lost: {advise(Cause(record.cause), record.cause_detail)}"
+        return f"{said}; all that the last turn left ({record.expected:,}) was found again{rest}"
+    return (
+        f"{said}; {record.lost:,} of {record.expected:,} were lost: {advise(Cause(record.cause), record.cause_detail)}"
+    )
 
 
 def _outcome(record: Record) -> str:

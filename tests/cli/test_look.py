@@ -16,6 +16,7 @@ from threading import Thread
 import pytest
 
 from slotpin import __version__
+from tests.checks.servers import llama
 from tests.real.client import fetch
 from tests.real.prompts import chat
 from tests.support.processes import wait_until
@@ -58,18 +59,20 @@ def test_top_without_a_terminal_prints_one_screen_after_the_other(tmp_path: Path
     assert "\x1b" not in done.stdout
 
 
-def test_top_on_a_terminal_ends_with_q_and_leaves_it_as_it_was(tmp_path: Path, running: Program) -> None:
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_top_on_a_terminal_ends_with_q_and_leaves_it_as_it_was(tmp_path: Path, running: Program, no_color: str) -> None:
     ours, theirs = pty.openpty()
     try:
         termios.tcsetwinsize(theirs, (24, 80))
         before = termios.tcgetattr(theirs)
-        variables = environment(tmp_path) | {"TERM": "xterm-256color"}
+        variables = environment(tmp_path) | {"TERM": "xterm-256color", "NO_COLOR": no_color}
         words = command("top", "--url", running.url, "--interval", "60")
         with subprocess.Popen(words, cwd=tmp_path, env=variables, stdin=theirs, stdout=theirs, stderr=theirs) as top:
             shown = b""
             while b"latest" not in shown:
                 shown += os.read(ours, 65536)
             assert f"slotpin {__version__}".encode() in shown
+            assert (b"\x1b[1m" in shown) is not bool(no_color)
             assert termios.tcgetattr(theirs) != before
             os.write(ours, b"xq")
             assert top.wait(20) == 0
@@ -126,6 +129,13 @@ def test_where_something_else_runs(tmp_path: Path, words: tuple[str, ...]) -> No
     assert_lines(done.stderr, f"no slotpin at {url}: what answers there is not slotpin")
 
 
+def test_where_a_llama_server_runs(tmp_path: Path) -> None:
+    with llama() as server:
+        done = run(tmp_path, "status", "--url", server.url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert_lines(done.stderr, f"no slotpin at {server.url}: that is a llama-server, not slotpin; ")
+
+
 @pytest.mark.parametrize("words", LOOKS, ids=" ".join)
 def test_where_a_slotpin_wants_a_key(tmp_path: Path, words: tuple[str, ...]) -> None:
     keys = {"SLOTPIN_LISTEN_API_KEYS": '["k"]'}
@@ -151,6 +161,6 @@ def test_the_log_is_set_by_flags(tmp_path: Path) -> None:
         wait_until(lambda: program.err.count("\n") == 2, "both lines are logged")
         decision, exchange = program.err.splitlines()
         assert "decision" in decision and "reason=disabled" in decision
-        assert "main       any slot  disabled  unreachable  " in exchange
+        assert "main       no slot   disabled  unreachable  " in exchange
     wrong = run(tmp_path, "serve", "--log-level", "loud")
     assert_lines(wrong.stderr, 'command line: $.log.level: "loud" is not allowed; use "debug"')

@@ -58,7 +58,7 @@ def check_reuse(usages: list[Event]) -> None:
     assert last["cacheRead"] > SYSTEM
 
 
-LINE = re.compile(r"^[\d:]{8} (main|compactor) +slot (\d+) +(\w+)  re-used \d+ of \d+  ", re.MULTILINE)
+LINE = re.compile(r"^[\d:]{8} (main|compactor) +slot (\d+) +(\w+)  re-used [\d,]+ of [\d,]+  ", re.MULTILINE)
 
 
 def logged(proxy: Slotpin) -> list[tuple[str, str, str]]:

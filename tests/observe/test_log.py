@@ -50,6 +50,20 @@ def test_an_exchange_says_what_went_wrong() -> None:
     assert "  lost 700 (prompt_changed)  " in line(lost=700, cause="prompt_changed")
 
 
+@pytest.mark.parametrize("outcome", ["refused", "unreachable"])
+def test_what_ran_nowhere_has_no_slot(outcome: str) -> None:
+    assert f" main       no slot   too_few_slots  {outcome}  " in line(
+        outcome=outcome, slot=None, reason="too_few_slots"
+    )
+
+
+def test_what_went_wrong_stands_out() -> None:
+    assert line(colours=True).count("\x1b[") == 2  # the dim time
+    for outcome in ("refused", "upstream_broke", "failed"):
+        assert "\x1b[1m\x1b[33mmain " in line(colours=True, outcome=outcome)
+    assert "\x1b[1mmain " in line(colours=True, outcome="client_left")
+
+
 def test_a_warning_has_its_cause_first_and_its_request_last() -> None:
     event: dict[str, Any] = {"event": "warning", "level": "warning", "timestamp": "12:04:40", "cause": "slot_shared"}
     event |= {"message": "too few slots; raise --parallel", "request": "5b7d", "role": "main"}

@@ -93,6 +93,7 @@ async def test_requests_that_wait_and_run_are_told_of_too() -> None:
         (row,) = [row for row in board["slots"] if row["id"] == 0]
         assert (row["busy"], row["role"], row["waiting"]) == (True, "main", 1)
         assert row["running"] == board["underWay"][0]["id"]
+        assert row["tokens"] is None
         words = dict((await told(running, f"requests/{board['underWay'][1]['id']}"))["explained"])
         assert words["Gate"].startswith("waiting for slot 0 since ")
         finish.set()
@@ -104,6 +105,33 @@ async def test_requests_that_wait_and_run_are_told_of_too() -> None:
         assert (row["busy"], row["running"], row["waiting"], row["tokens"]) == (False, None, 0, 407)
         assert (row["n_ctx"], row["reused"]) == (4096, [75, 75])
         assert board["underWay"] == []
+
+
+@on_loop
+async def test_a_new_conversation_is_not_shown_with_the_tokens_of_the_one_before_it() -> None:
+    finish = asyncio.Event()
+
+    async def script(connection: Connection, _: Request) -> None:
+        await finish.wait()
+        await connection.send(answer(TIMINGS))
+
+    async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
+        finish.set()
+        second, third = (TURN.replace(b"PROMPT-TEXT", text) for text in (b"another", b"a third"))
+        for body in (TURN, second):
+            await running.fetch(body=body)
+        assert [row["tokens"] for row in (await told(running, "status"))["slots"]] == [407, 407]
+        finish.clear()
+        for body, tokens in ((second, 407), (third, None)):
+            client = await running.client()
+            await client.send(request("POST", "/v1/chat/completions", body))
+            await until_under_way(running, "under_way")
+            (row,) = [row for row in (await told(running, "status"))["slots"] if row["busy"]]
+            assert row["tokens"] == tokens
+            finish.set()
+            await client.read_response()
+            await until_under_way(running)
+            finish.clear()
 
 
 @on_loop

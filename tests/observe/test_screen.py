@@ -94,6 +94,17 @@ def test_who_runs_and_who_waits() -> None:
     assert text[text.index("in slots of the server's choice") + 1] == "main       pinning_stopped  1.00 s  pi c1"
 
 
+def test_the_tokens_of_a_first_turn_are_not_known_yet() -> None:
+    shown = board(slots=[row(busy=True, running="aa", tokens=None)])
+    assert "  … / 65,536  " in drawn(shown)
+    assert "  ... / 65,536  " in drawn(shown, encoding="ascii")
+
+
+def test_an_id_is_never_cut() -> None:
+    shown = board(latest=[record(lost=700, cause="prompt_changed", waited=7.0)])
+    assert "34bdd6a85727" in drawn(shown)
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_eighty_columns_are_enough(terminal: bool) -> None:
     warning = Warned("cache_lost:prompt_changed", f"{'of a long text ' * 20}the remedy", 3)

@@ -44,6 +44,17 @@ def test_a_cache_that_was_kept() -> None:
     )
 
 
+def test_a_pinned_request_is_in_the_slot_kept_for_its_kind() -> None:
+    assert dict(explained(record()))["Slot"].endswith("in the slot that is kept for this conversation")
+    assert dict(explained(record(conversation=None)))["Slot"].endswith("in the slot that is kept for main requests")
+    assert dict(explained(record(role="compactor")))["Slot"].endswith("in the slot that is kept for side requests")
+
+
+def test_large_numbers_are_written_as_in_the_status() -> None:
+    said = dict(explained(record(cached=81_200, evaluated=3_400, expected=81_200)))["Cache"]
+    assert said.startswith("81,200 of 84,600 prompt tokens were re-used, 3,400 evaluated ")
+
+
 def test_a_refusal() -> None:
     refused = record(
         role="compactor",
