@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from slotpin import __version__
 from slotpin.checks import doctor, findings
@@ -341,7 +342,7 @@ def _build_options(options: argparse.Namespace) -> BuildOptions:
 def _doctor(options: argparse.Namespace) -> int:
     file = None
     with contextlib.suppress(UserError):  # which is the first that doctor finds
-        file = find_config(options.config, os.environ, Path.cwd())
+        file = find_config(options.config, os.environ, _here())
     how = doctor.Options(options.probe, os.environ, file)
     found = asyncio.run(doctor.examine(lambda: _loader(options, {})(), how))
     if options.json:
@@ -385,6 +386,13 @@ def _explain(options: argparse.Namespace) -> None:
         print(printable("\n".join(f"{heading:<13} {text}" for heading, text in found.explained)))
 
 
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been deleted; change into another one") from None
+
+
 def _place(options: argparse.Namespace) -> ask.Place:
     """Where the slotpin is that a command asks."""
     listen = _loader(options, {})().settings.listen
@@ -393,6 +401,10 @@ def _place(options: argparse.Namespace) -> ask.Place:
     url: str = options.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://", "unix:/")):
         raise UserError(f"--url {options.url}: write http://HOST:PORT or unix:/PATH")
+    try:
+        urlsplit(url).port  # noqa: B018
+    except ValueError as error:
+        raise UserError(f"--url {options.url}: {error}; write http://HOST:PORT") from None
     return ask.Place(url, own_key(listen))
 
 
@@ -444,7 +456,7 @@ def _says_yes(question: str) -> bool:
 
 
 def _config_check(options: argparse.Namespace) -> None:
-    path: Path | None = options.file or find_config(None, os.environ, Path.cwd())
+    path: Path | None = options.file or find_config(None, os.environ, _here())
     if path is None:
         print("no configuration file, the defaults are in force")
         return
@@ -492,7 +504,7 @@ def _loader(
         if not equals:
             raise UserError(f"--set {assignment}: write KEY=VALUE, such as --set listen.port=8484")
         overrides[key] = value
-    path = find_config(options.config, os.environ, Path.cwd())
+    path = find_config(options.config, os.environ, _here())
 
     def load_now() -> Loaded:
         loaded = load(path, os.environ, overrides)

@@ -133,7 +133,8 @@ async def _greet(proxy: Proxy, loaded: Loaded, start: Start, more: Sequence[str]
     found = await discover(proxy.state.probe, target)
     if isinstance(found.probed, Topology):
         await proxy.state.probe.build(target)  # for the status
-    print("\n".join([*greeting(proxy.url, loaded, found, start), *more]), flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or nobody reads: no reason not to serve
+        print("\n".join([*greeting(proxy.url, loaded, found, start), *more]), flush=True)
     # What is here now stays: to look through it again and again for garbage stops every stream for 40 ms.
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -67,16 +68,26 @@ async def _printed(console: Console, place: Place, interval: float, count: int |
 def _pressed(keys: bytes) -> Iterator[asyncio.Event]:
     """An event that one of these keys sets; where the keyboard can't be read, it stays as it is."""
     event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in ("SIGTERM", "SIGHUP"):  # they too leave the terminal as it was
+        if number := getattr(signal, name, None):
+            with contextlib.suppress(NotImplementedError):  # on Windows
+                loop.add_signal_handler(number, event.set)
     try:
         import termios
         import tty
 
         number = sys.stdin.fileno()
         before = termios.tcgetattr(number)
-    except (ImportError, OSError, ValueError, termios.error):
+    except (
+        ImportError,
+        AttributeError,
+        OSError,
+        ValueError,
+        termios.error,
+    ):  # no terminal, or none at all
         yield event
         return
-    loop = asyncio.get_running_loop()
 
     def read() -> None:
         if any(key in keys for key in os.read(number, 64)):
