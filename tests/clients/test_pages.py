@@ -20,6 +20,7 @@ from slotpin.config import load
 from tests.clients.pages import NAMES, URL, all_blocks, blocks
 from tests.real.prompts import chat
 from tests.real.servers import Slotpin, llama, slotpin, write_config
+from tests.support.processes import wait_until
 from tests.support.program import Program
 
 REQUEST = re.compile(r"(X-Slotpin-Request:) [0-9a-f]{12}")
@@ -88,6 +89,7 @@ def test_rules_recognise_what_they_are_for(proxy: Slotpin, tmp_path: Path, name:
         asked = chat(f"{rule.get('user', '')}, please", model=rule.get("model", "any"))
         Slotpin(program).post("/v1/chat/completions", asked)
         Slotpin(program).post("/v1/chat/completions", chat("please"))
+        wait_until(lambda: len(program.events("exchange")) == 2, "both are logged")
         found = [event["found_by"] for event in program.events("exchange")]
     assert found == [rule["name"], "default"], name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -137,7 +138,8 @@ def end(process: subprocess.Popen[str]) -> str:
     """Its first line."""
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=DEADLINE)
-    assert (process.returncode, err) == (0, "")
+    assert process.returncode == 0
+    assert [json.loads(line)["event"] for line in err.splitlines()] == ["stopped"]
     return out.splitlines()[0]
 
 
