@@ -24,7 +24,6 @@ def test_nothing_is_left_over_after_traffic_with_faults(tmp_path: Path) -> None:
     assert short.restarts == 2
     assert short.counts["conversation", "200"] > 0
     assert {kind for kind, _ in short.counts} >= {"conversation", "side request", "leaves", "nonsense", "look"}
-    assert max(sample.bindings for sample in short.samples) > 0
 
 
 def test_what_is_left_over_is_a_fault() -> None:

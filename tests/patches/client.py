@@ -135,7 +135,9 @@ def completion(tokens: list[int], slot: int, n_predict: int) -> JsonObject:
 async def llama_server(binary: Path, model: Path, *flags: str) -> AsyncIterator[Client]:
     # One thread: tiny models gain nothing from more, and threads that wait for each other are slow on a busy machine.
     flags = ("--threads", "1", *flags)
-    async with running_server(model, *flags, binary=binary) as server, aiohttp.ClientSession() as session:
+    # The server closes a connection that was idle for 5 s; one that is never kept can't be stale.
+    fresh = aiohttp.TCPConnector(force_close=True)
+    async with running_server(model, *flags, binary=binary) as server, aiohttp.ClientSession(connector=fresh) as session:
         yield Client(server, session)
 
 
