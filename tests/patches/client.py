@@ -136,8 +136,10 @@ async def llama_server(binary: Path, model: Path, *flags: str) -> AsyncIterator[
     # One thread: tiny models gain nothing from more, and threads that wait for each other are slow on a busy machine.
     flags = ("--threads", "1", *flags)
     # The server closes a connection that was idle for 5 s; one that is never kept can't be stale.
-    fresh = aiohttp.TCPConnector(force_close=True)
-    async with running_server(model, *flags, binary=binary) as server, aiohttp.ClientSession(connector=fresh) as session:
+    async with (
+        running_server(model, *flags, binary=binary) as server,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+    ):
         yield Client(server, session)
 
 
