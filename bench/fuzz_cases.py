@@ -251,10 +251,6 @@ DAMAGES: tuple[Damage, ...] = (
 _WEIGHTS = (4, 4, 4, 4, 3, 2, 1, 3, 0.3, 1)
 
 
-def sweep_size() -> int:
-    return sum(len(seed.raw) for seed in SEEDS) * len(ODD_BYTES)
-
-
 def make_case(number: int, seed: int) -> Case:
     """The same for the same numbers. Every other case is one odd byte in one place, in such an order that any number
     of cases covers all seeds and places evenly; the rest are damaged in several ways."""

@@ -1,39 +1,22 @@
-"""The command line: parse, call, print."""
+"""The command line: what can be typed, and what a mistake looks like."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import errno
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from urllib.parse import urlsplit
 
 from slotpin import __version__
-from slotpin.checks import doctor, findings
+from slotpin import commands as do
 from slotpin.checks import verify as verifying
-from slotpin.checks.client import key_for_requests, own_key
-from slotpin.checks.port import check_port
 from slotpin.completion import SHELLS, script
-from slotpin.config import Loaded, as_json, describe, find_config, load
-from slotpin.errors import UserError, printable
-from slotpin.greeting import Start
-from slotpin.llama.build import BuildOptions, build_server, check_patches
-from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL, free_port, lazy_kv_args, server_args
-from slotpin.llama.model import check_model, default_model
+from slotpin.errors import UserError
+from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL
 from slotpin.llama.series import choose
 from slotpin.llama.source import SDIST
-from slotpin.loop import run
-from slotpin.observe import ask
-from slotpin.pi import setup as pi
-from slotpin.pi.folder import agent_folder
-from slotpin.pi.served import look
-from slotpin.service import serve, up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments, after = _split(argv)
     options = build_parser().parse_args(arguments)
-    if after and options.command is not _up:
+    if after and options.command is not do.up:
         build_parser().error(f"nothing is passed on after --: {' '.join(after)}")
     options.server_args = after
     status: int | None = options.command(options)
@@ -90,11 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show what this is, and which llama.cpp it builds")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    serve_parser = _command(commands, "serve", _serve, "run the proxy in front of a llama-server that is running")
+    serve_parser = _command(commands, "serve", do.serve, "run the proxy in front of a llama-server that is running")
     _add_settings(serve_parser)
 
     up_parser = _command(
-        commands, "up", _up, "build and start llama-server, and the proxy in front of it", "[-- LLAMA_SERVER_ARG ...]"
+        commands, "up", do.up, "build and start llama-server, and the proxy in front of it", "[-- LLAMA_SERVER_ARG ...]"
     )
     _add_settings(up_parser)
     _add_build(up_parser)
@@ -114,11 +97,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--server-port", type=_port, metavar="PORT", help="llama-server's port (default: 8080, or a free one)"
     )
 
-    build_parser = _command(commands, "build", _build, "build llama-server into the cache folder and print its path")
+    build_parser = _command(commands, "build", do.build, "build llama-server into the cache folder and print its path")
     _add_build(build_parser)
     build_parser.add_argument("--check", action="store_true", help="only see whether the patches apply")
 
-    doctor_parser = _command(commands, "doctor", _doctor, "look for what endangers the main conversation's cache")
+    doctor_parser = _command(commands, "doctor", do.doctor, "look for what endangers the main conversation's cache")
     _add_settings(doctor_parser)
     doctor_parser.add_argument(
         "--probe",
@@ -129,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor_parser.add_argument("--json", action="store_true", help="as JSON")
 
     verify_parser = _command(
-        commands, "verify", _verify, "hold a short conversation and count what of its cache survives a side request"
+        commands, "verify", do.verify, "hold a short conversation and count what of its cache survives a side request"
     )
     verify_parser.epilog = (
         f"It evaluates about {verifying.cost():,} prompt tokens (3.4 times --tokens), more where a cache is lost, and "
@@ -148,11 +131,13 @@ def build_parser() -> argparse.ArgumentParser:
     verify_parser.add_argument("--no-direct", action="store_true", help="leave out the run without slotpin")
     verify_parser.add_argument("--json", action="store_true", help="as JSON")
 
-    status_parser = _command(commands, "status", _status, "show slots, conversations and warnings of a running slotpin")
+    status_parser = _command(
+        commands, "status", do.status, "show slots, conversations and warnings of a running slotpin"
+    )
     _add_url(status_parser)
     status_parser.add_argument("--json", action="store_true", help="as JSON")
 
-    top_parser = _command(commands, "top", _top, "the same, live; q ends it")
+    top_parser = _command(commands, "top", do.top, "the same, live; q ends it")
     _add_url(top_parser)
     top_parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
@@ -160,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     top_parser.add_argument("--count", type=_positive, metavar="N", help="end after so many looks")
 
     explain_parser = _command(
-        commands, "explain", _explain, "say why a request went where it went, and what its cache did"
+        commands, "explain", do.explain, "say why a request went where it went, and what its cache did"
     )
     explain_parser.add_argument(
         "request", nargs="?", default="latest", metavar="REQUEST_ID", help="or its beginning (default: the latest one)"
@@ -171,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     pi_parser = commands.add_parser("pi", help="set Pi up for slotpin, or undo that")
     pi_commands = pi_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     setup_parser = _command(
-        pi_commands, "setup", _pi_setup, "add the running slotpin and its companion extension to Pi's agent folder"
+        pi_commands, "setup", do.pi_setup, "add the running slotpin and its companion extension to Pi's agent folder"
     )
     _add_settings(setup_parser)
     setup_parser.add_argument(
@@ -181,14 +166,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_pi_files(setup_parser)
     setup_parser.add_argument("--print", action="store_true", help="print the files as they would be, change nothing")
-    remove_parser = _command(pi_commands, "remove", _pi_remove, "undo slotpin pi setup")
+    remove_parser = _command(pi_commands, "remove", do.pi_remove, "undo slotpin pi setup")
     _add_pi_files(remove_parser)
 
     config_parser = commands.add_parser("config", help="check or show the configuration")
     config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    check_parser = _command(config_commands, "check", _config_check, "check a configuration file")
+    check_parser = _command(config_commands, "check", do.config_check, "check a configuration file")
     check_parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: the one in force")
-    show_parser = _command(config_commands, "show", _config_show, "show each value in force and where it came from")
+    show_parser = _command(config_commands, "show", do.config_show, "show each value in force and where it came from")
     _add_settings(show_parser)
     show_parser.add_argument("--json", action="store_true", help="as JSON")
 
@@ -283,236 +268,5 @@ def _whole_number(text: str, least: int, most: int) -> int:
     return int(text)
 
 
-def _serve(options: argparse.Namespace) -> None:
-    load_settings = _loader(options, {})
-    _check_port(load_settings())
-    run(serve(load_settings, Start(options.config)))
-
-
-def _check_port(loaded: Loaded) -> None:
-    asyncio.run(check_port(loaded.settings.listen, by_make="MAKELEVEL" in os.environ))
-
-
-_SERVER_HOST = "127.0.0.1"
-_SPLIT_POOL = frozenset({"--no-kv-unified", "-no-kvu"})
-_ADDRESS_FLAGS = {
-    "--host": "it always listens on 127.0.0.1, and slotpin's own address is set with --host before the --",
-    "--port": "use --server-port before the --",
-}
-
-
-def _up(options: argparse.Namespace) -> None:
-    for flag, instead in _ADDRESS_FLAGS.items():
-        if any(argument.partition("=")[0] == flag for argument in options.server_args):
-            raise UserError(f"{flag} after --: slotpin has to know where llama-server listens; {instead}")
-    # What costs nothing is checked before what takes minutes.
-    _check_port(_loader(options, {})())
-    model = check_model(options.model) if options.model else None
-    port = options.server_port or free_port(_SERVER_HOST, 8080)
-    binary = _own_binary(options.binary) if options.binary else build_server(_build_options(options), _report).path
-    model = model or default_model(_report)
-    extra = ["--alias", model.stem, *lazy_kv_args(binary), *options.server_args]
-    args = server_args(model, _SERVER_HOST, port, parallel=options.parallel, ctx_size=options.ctx_size, extra=extra)
-    base_url = f"http://{_SERVER_HOST}:{port}/v1"
-    forced = {"main.baseUrl": base_url, "compactor.baseUrl": base_url}
-    _report(f"starting llama-server with {model.name}")
-    load_settings = _loader(options, forced, unset={"llamaCppSlots.enabled": "auto"})
-    start = Start(options.config, own_server=True, shared=not _SPLIT_POOL.intersection(options.server_args))
-    run(up(load_settings, start, binary, args, _SERVER_HOST, port))
-
-
-def _own_binary(path: Path) -> Path:
-    if not os.access(path, os.X_OK) or path.is_dir():
-        raise UserError(f"--binary {path}: not a program; give the path of a llama-server")
-    return path.absolute()
-
-
-def _build(options: argparse.Namespace) -> None:
-    if options.check:
-        series = check_patches(_build_options(options), _report)
-        print(f"{len(series.patches)} patches apply: {', '.join(series.names) or 'none'}")
-        return
-    print(build_server(_build_options(options), _report).path)
-
-
-def _build_options(options: argparse.Namespace) -> BuildOptions:
-    return BuildOptions(options.source, options.patches, tuple(options.cmake_arg), options.jobs)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    file = None
-    with contextlib.suppress(UserError):  # which is the first that doctor finds
-        file = find_config(options.config, os.environ, _here())
-    how = doctor.Options(options.probe, os.environ, file)
-    found = asyncio.run(doctor.examine(lambda: _loader(options, {})(), how))
-    if options.json:
-        print(json.dumps(findings.as_json(found), indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(findings.lines(found)))
-    return findings.exit_code(found)
-
-
-def _verify(options: argparse.Namespace) -> int:
-    settings = _loader(options, {})().settings
-    result = asyncio.run(verifying.verify(settings, options.tokens, compare=not options.no_direct, say=_report))
-    if options.json:
-        print(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(verifying.lines(result)))
-    return 0 if result.kept else 1
-
-
-def _status(options: argparse.Namespace) -> None:
-    place = _place(options)
-    if options.json:
-        print(json.dumps(json.loads(asyncio.run(ask.status(place))), indent=2, ensure_ascii=False))
-    else:
-        from slotpin.observe.top import status  # what draws is loaded by nothing else
-
-        asyncio.run(status(place))
-
-
-def _top(options: argparse.Namespace) -> None:
-    from slotpin.observe.top import top
-
-    asyncio.run(top(_place(options), options.interval, options.count))
-
-
-def _explain(options: argparse.Namespace) -> None:
-    found = asyncio.run(ask.explain(_place(options), options.request))
-    if options.json:
-        print(json.dumps(json.loads(bytes(found.request)), indent=2, ensure_ascii=False))
-    else:
-        print(printable("\n".join(f"{heading:<13} {text}" for heading, text in found.explained)))
-
-
-def _here() -> Path:
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        raise UserError("the current folder has been deleted; change into another one") from None
-
-
-def _place(options: argparse.Namespace) -> ask.Place:
-    """Where the slotpin is that a command asks."""
-    listen = _loader(options, {})().settings.listen
-    if options.url is None:
-        return ask.Place(doctor.listen_url(listen), own_key(listen))
-    url: str = options.url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://", "unix:/")):
-        raise UserError(f"--url {options.url}: write http://HOST:PORT or unix:/PATH")
-    try:
-        urlsplit(url).port  # noqa: B018
-    except ValueError as error:
-        raise UserError(f"--url {options.url}: {error}; write http://HOST:PORT") from None
-    return ask.Place(url, own_key(listen))
-
-
-def _pi_setup(options: argparse.Namespace) -> None:
-    settings = _loader(options, {})().settings
-    url, folder = doctor.listen_url(settings.listen), agent_folder(os.environ)
-    key = options.api_key or pi.known_key(folder)
-    if settings.listen.host.startswith("unix:"):
-        raise UserError(f"Pi can't use a unix socket ({settings.listen.host}); set listen.host to 127.0.0.1")
-    sent = pi.key_sent(key, os.environ) or key_for_requests(settings)
-    found = asyncio.run(look(url, sent, pi_has_key=key is not None))
-    plan = pi.plan_setup(folder, url, key, found)
-    if options.print:
-        print(pi.contents(plan), end="")
-    elif _agreed(plan, options, "set up already: nothing to change"):
-        print(f"done; now run: pi --model {pi.first_model(found)}")
-
-
-def _pi_remove(options: argparse.Namespace) -> None:
-    if _agreed(pi.plan_removal(agent_folder(os.environ)), options, "done: nothing was left to undo"):
-        print("done")
-
-
-def _agreed(plan: pi.Plan, options: argparse.Namespace, nothing: str) -> bool:
-    """Show the plan and carry it out; whether that was done."""
-    asks = not (plan.is_empty or options.yes or options.dry_run)
-    if asks and not sys.stdin.isatty():
-        raise UserError("this changes Pi's files: run it on a terminal, which asks first, or with --yes")
-    for line in (*plan.notes, *pi.differences(plan)):
-        print(line)
-    if options.dry_run:
-        print("nothing was changed (--dry-run)")
-        return False
-    if asks and not _says_yes("Change these files? [y/N] "):
-        print("nothing was changed")
-        return False
-    pi.carry_out(plan)
-    if plan.is_empty:
-        print(nothing)
-    return not plan.is_empty
-
-
-def _says_yes(question: str) -> bool:
-    try:
-        return input(question).strip().lower() in ("y", "yes")
-    except EOFError:
-        print()
-        return False
-
-
-def _config_check(options: argparse.Namespace) -> None:
-    path: Path | None = options.file or find_config(None, os.environ, _here())
-    if path is None:
-        print("no configuration file, the defaults are in force")
-        return
-    # The file alone: a variable must neither hide nor cause a finding.
-    loaded = load(path, {}, {})
-    for note in loaded.notes:
-        print(f"{path}: note: {note}")
-    print(f"{path}: valid")
-
-
-def _config_show(options: argparse.Namespace) -> None:
-    loaded = _loader(options, {})()
-    if options.json:
-        print(json.dumps(as_json(loaded), indent=2, ensure_ascii=False))
-        return
-    print(f"# file: {loaded.path or 'none'}")
-    for note in loaded.notes:
-        print(f"# note: {note}")
-    print("\n".join(describe(loaded)))
-
-
 def _completion(options: argparse.Namespace) -> None:
     print(script(build_parser(), options.shell), end="")
-
-
-def _loader(
-    options: argparse.Namespace, forced: Mapping[str, str], unset: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[], Loaded]:
-    """Reads the configuration, again at each call.
-
-    `forced` values stand above all but flags, `unset` ones below everything that the user has set.
-    """
-    overrides = dict(forced)
-    flags = {
-        "listen.host": options.host,
-        "listen.port": options.port,
-        "main.baseUrl": options.upstream,
-        "llamaCppSlots.enabled": options.enabled,
-        "log.format": options.log_format,
-        "log.level": options.log_level,
-    }
-    overrides.update({key: value for key, value in flags.items() if value is not None})
-    for assignment in options.set:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise UserError(f"--set {assignment}: write KEY=VALUE, such as --set listen.port=8484")
-        overrides[key] = value
-    path = find_config(options.config, os.environ, _here())
-
-    def load_now() -> Loaded:
-        loaded = load(path, os.environ, overrides)
-        missing = {key: value for key, value in unset.items() if loaded.origins[key] == "default"}
-        return load(path, os.environ, overrides | missing) if missing else loaded
-
-    return load_now
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -28,7 +28,8 @@ BUILD = f"b9999-0a1b2c3d+slotpin.{choose('all').digest}"
 def program(name: str) -> Path:
     """The compiled `name`.c. Raises UserError."""
     source = HERE / f"{name}.c"
-    key = hashlib.sha256(source.read_bytes() + repr(FLAGS).encode()).hexdigest()[:16]
+    content = source.read_bytes() + (HERE / "http.h").read_bytes()
+    key = hashlib.sha256(content + repr(FLAGS).encode()).hexdigest()[:16]
     path = cache_dir() / "bench" / f"{name}-{key}" / name
     if not path.is_file():
         compiler = shutil.which("cc")

@@ -26,6 +26,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "http.h"
+
 enum { HEAD_MAX = 65536, READ_MAX = 1 << 20, STAMP_DIGITS = 12, FRONT_MAX = 2048 };
 
 enum state { READ_HEAD, READ_BODY, READ_TO_END, READ_SIZE, READ_CHUNK, READ_CHUNK_END, READ_TRAILER };
@@ -195,20 +197,9 @@ static void read_stamps(struct connection *c, const char *data, size_t size) {
     }
 }
 
-static const char *header(const struct connection *c, const char *name) {
-    size_t size = strlen(name);
-    for (const char *line = strstr(c->head, "\r\n"); line != NULL && line[2] != '\r'; line = strstr(line + 2, "\r\n")) {
-        if (strncasecmp(line + 2, name, size) == 0 && line[2 + size] == ':') {
-            const char *value = line + 3 + size;
-            return value + strspn(value, " \t");
-        }
-    }
-    return NULL;
-}
-
 static void begin_body(struct connection *c) {
-    const char *length = header(c, "content-length"), *encoding = header(c, "transfer-encoding");
-    const char *connection = header(c, "connection");
+    const char *length = header(c->head, "content-length"), *encoding = header(c->head, "transfer-encoding");
+    const char *connection = header(c->head, "connection");
     c->ok = strncmp(c->head + 8, " 200", 4) == 0;
     c->close = connection != NULL && strncasecmp(connection, "close", 5) == 0;
     c->left = length != NULL ? strtoull(length, NULL, 10) : 0;

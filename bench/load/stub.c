@@ -27,6 +27,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "http.h"
+
 enum { HEAD_MAX = 65536, PEEK_MAX = 16384, READ_MAX = 1 << 20, FRAME_MAX = 512, CLOSED_MAX = 65536 };
 
 enum state { READ_HEAD, READ_BODY, READ_SIZE, READ_CHUNK, READ_CHUNK_END, READ_TRAILER, ANSWERING };
@@ -349,20 +351,9 @@ static void begin_answer(struct connection *c) {
     end_answer(c);
 }
 
-static const char *header(const struct connection *c, const char *name) {
-    size_t size = strlen(name);
-    for (const char *line = strstr(c->head, "\r\n"); line != NULL && line[2] != '\r'; line = strstr(line + 2, "\r\n")) {
-        if (strncasecmp(line + 2, name, size) == 0 && line[2 + size] == ':') {
-            const char *value = line + 3 + size;
-            return value + strspn(value, " \t");
-        }
-    }
-    return NULL;
-}
-
 static void begin_body(struct connection *c) {
-    const char *length = header(c, "content-length"), *encoding = header(c, "transfer-encoding");
-    const char *connection = header(c, "connection");
+    const char *length = header(c->head, "content-length"), *encoding = header(c->head, "transfer-encoding");
+    const char *connection = header(c->head, "connection");
     c->close = connection != NULL && strncasecmp(connection, "close", 5) == 0;
     c->generates = strncmp(c->head, "POST ", 5) == 0 && strncmp(c->head, "POST /slots/", 12) != 0;
     c->peek_len = 0;

@@ -87,7 +87,8 @@ class Proxy:
     async def _handle(self, incoming: Incoming) -> None:
         path = incoming.head.target.partition(b"?")[0]
         try:
-            if path not in _HEALTH and (refusal := self._refusal(incoming.head)):
+            open_to_all = path in _HEALTH and incoming.head.method in ("GET", "HEAD")
+            if not open_to_all and (refusal := self._refusal(incoming.head)):
                 incoming.reply(refusal)
             elif is_own(path):
                 await self._own.handle(incoming, path)

@@ -122,7 +122,6 @@ class Incoming:
         self.head = head
         self.body = body
         self.started = False
-        self.finished = False
         self._connection = connection
         self._out: list[bytes] = []
         self._chunked = False
@@ -178,7 +177,6 @@ class Incoming:
         if self._chunked:
             self._out.append(b"0\r\n\r\n")
         self.flush()
-        self.finished = True
         self._connection.done(self, close=self._close)
 
     def reply(self, reply: Reply) -> None:
@@ -195,7 +193,6 @@ class Incoming:
 
     def abort(self) -> None:
         """Break the connection off: an answer that is not complete must not look as if it were."""
-        self.finished = True
         self._connection.abort(reset=self.head.http10)
 
 

@@ -147,6 +147,7 @@ async def test_health_and_preflight_need_no_key() -> None:
         for host in (b"localhost", b"balancer.example"):
             for path in ("/slotpin/health", "/health"):
                 assert (await running.fetch(path, None, host=host)).status == 200
+            assert (await running.fetch("/health", b"{}", host=host)).status in (401, 403)  # a POST asks for no health
         preflight = [b"Origin: http://localhost:3000", b"Access-Control-Request-Method: POST"]
         assert (await running.fetch(CHAT, None, preflight, "OPTIONS")).status == 200
 
