@@ -1,4 +1,4 @@
-"""When an answer is complete, as the bindings in `/slotpin/status` show it (design sections 5 and 6)."""
+"""When an answer is complete, as the bindings in `/slotpin/status` show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look at `GET /slots` (design section 7), on real sockets."""
+"""The look at `GET /slots`, on real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals, what passes with a warning, and two servers (design sections 4 and 5)."""
+"""Refusals, what passes with a warning, and two servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes through unchanged, and how both sides are framed (design section 6, RFC 9110 and 9112)."""
+"""What goes through unchanged (RFC 9110)."""
 
 from __future__ import annotations
 

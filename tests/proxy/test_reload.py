@@ -1,4 +1,4 @@
-"""New settings while the proxy runs: from its file, by SIGHUP, and for exchanges under way (design section 3)."""
+"""New settings while the proxy runs: from its file, by SIGHUP, and for exchanges under way."""
 
 from __future__ import annotations
 
