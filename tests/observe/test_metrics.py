@@ -75,6 +75,14 @@ async def test_what_came_through_is_counted() -> None:
         assert found["process_start_time_seconds",] > 0
 
 
+@pytest.mark.parametrize("accept", [b"", b"*/*", b"application/openmetrics-text;version=abc", b";;,=\xff"])
+@on_loop
+async def test_any_accept_header_gets_metrics(accept: bytes) -> None:
+    async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
+        response = await running.fetch("/slotpin/metrics", None, [b"Accept: " + accept])
+        assert response.status == 200 and b"slotpin_build_info" in response.body
+
+
 @on_loop
 async def test_a_failing_probe_is_counted() -> None:
     async with (

@@ -233,6 +233,7 @@ async def test_events_do_not_hold_up_the_end() -> None:
             await client.send(request("GET", "/slotpin/events"))
             await client.read_head()
             await asyncio.wait_for(running.proxy.stop(), 10)
+            assert running.logged("waiting_for_answers") == []  # nobody waits for an answer there
             rest, reset = await client.read_all()
             assert rest.endswith(b"0\r\n\r\n") and not reset
 

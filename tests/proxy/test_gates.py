@@ -282,6 +282,19 @@ async def test_slot_that_somebody_else_uses_is_waited_for() -> None:
 
 
 @on_loop
+async def test_nobody_is_met_once_all_strays_are_over() -> None:
+    gates = Gates(no_look, Clock())
+    strays = [await gates.enter(None, "a stray") for _ in range(2)]
+    for stray in strays:
+        gates.sent(stray, pinned=False)
+    for left, stray in enumerate(strays, 1):
+        assert gates.could_meet(pinned=True)
+        gates.leave(stray, settled=True)
+        gates.leave(stray, settled=True)  # once more does nothing
+        assert gates.could_meet(pinned=True) == (left < len(strays))
+
+
+@on_loop
 async def test_client_that_leaves_in_the_moment_of_its_turn() -> None:
     """Its place goes to the next one, and whoever held the slot has its answer."""
     gates = Gates(no_look, Clock())
