@@ -65,18 +65,16 @@ def test_turns_a_compaction_and_a_second_session(tmp_path: Path) -> None:
         assert claude.say("-p", "Which files are here?").startswith("ok ")
         assert claude.say("-p", "-c", "And which are mine?").startswith("ok ")
         claude.say("-p", "-c", "/compact")
-        turns = len(proxy.events("exchange", role="main"))
+        turns = len(proxy.exchanges(role="main"))
         assert claude.say("-p", "-c", "Go on.").startswith("ok ")
         assert claude.say("-p", "Something else.").startswith("ok ")
 
-        main = [
-            (event["conversation"], event["slot"], event["reason"]) for event in proxy.events("exchange", role="main")
-        ]
+        main = [(event["conversation"], event["slot"], event["reason"]) for event in proxy.exchanges(role="main")]
         assert main == [("c1", 0, "pinned")] * 3 + [("c2", 2, "pinned")]
         assert turns == 2
-        side = proxy.events("exchange", role="compactor")
+        side = proxy.exchanges(role="compactor")
         asked = {(event["found_by"], event["slot"], event["reason"]) for event in side}
         assert asked == {("claude-code-summary", 0, "extends_conversation")}
-        first, second, compaction, *_ = proxy.events("exchange")
+        first, second, compaction, *_ = proxy.exchanges()
         assert second["cached"] >= first["evaluated"] - 1 > 2000
         assert compaction["cached"] >= second["cached"] + second["evaluated"] - 1

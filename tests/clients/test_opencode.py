@@ -84,7 +84,7 @@ def test_turns_titles_and_a_compaction(tmp_path: Path) -> None:
         after = client.ask(first, "Go on.")
         assert after["cache"]["read"] > after["input"]  # its system text and tools
 
-        decisions = proxy.program.events("exchange")
+        decisions = proxy.program.exchanges()
         turns = [
             (event["conversation"], event["slot"], event["reason"]) for event in decisions if event["role"] == "main"
         ]

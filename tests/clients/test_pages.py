@@ -90,7 +90,7 @@ def test_rules_recognise_what_they_are_for(proxy: Slotpin, tmp_path: Path, name:
         Slotpin(program).post("/v1/chat/completions", asked)
         Slotpin(program).post("/v1/chat/completions", chat("please"))
         wait_until(lambda: len(program.events("exchange")) == 2, "both are logged")
-        found = [event["found_by"] for event in program.events("exchange")]
+        found = [event["found_by"] for event in program.exchanges()]
     assert found == [rule["name"], "default"], name
 
 

@@ -63,7 +63,7 @@ LINE = re.compile(r"^[\d:]{8} (main|compactor) +slot (\d+) +(\w+)  re-used [\d,]
 
 def logged(proxy: Slotpin) -> list[tuple[str, str, str]]:
     """Role, slot and reason of each request, as the page's lines begin."""
-    return [(event["role"], str(event["slot"]), event["reason"]) for event in proxy.program.events("exchange")]
+    return [(event["role"], str(event["slot"]), event["reason"]) for event in proxy.program.exchanges()]
 
 
 def test_set_up_by_its_command(tmp_path: Path, proxy: Slotpin) -> None:
@@ -90,5 +90,5 @@ def test_set_up_by_hand(tmp_path: Path, proxy: Slotpin) -> None:
     check_reuse(usages)
     (log,) = blocks("pi", "")
     assert logged(proxy) == LINE.findall(log)
-    found = [event["found_by"] for event in proxy.program.events("exchange")]
+    found = [event["found_by"] for event in proxy.program.exchanges()]
     assert found == ["default", "default", "pi-summary", "default"]

@@ -132,21 +132,21 @@ def test_openai_is_pinned_and_a_refusal_is_an_exception(stock: Servers) -> None:
     answer = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, max_tokens=2)
     assert (answer.headers["x-slotpin-slot"], answer.headers["x-slotpin-reason"]) == ("0", "pinned")
     side = {"X-Slotpin-Role": "compactor"}
-    before = len(stock[1].program.events("exchange"))
+    before = len(stock[1].program.exchanges())
     with pytest.raises(openai.ConflictError) as refused:
         client.with_options(max_retries=2).chat.completions.create(
             model=MODEL, messages=MESSAGES, extra_headers=side, extra_body={"id_slot": -2}
         )
     assert refused.value.code == "explicit_unpredictable"
-    assert len(stock[1].program.events("exchange")) == before + 1  # not tried again
+    assert len(stock[1].program.exchanges()) == before + 1  # not tried again
 
 
 def test_anthropic_tries_no_refusal_again(stock: Servers) -> None:
     client = anthropic.Anthropic(base_url=f"{stock[1].url}/compactor", api_key="none", max_retries=2)
-    before = len(stock[1].program.events("exchange"))
+    before = len(stock[1].program.exchanges())
     with pytest.raises(anthropic.ConflictError):
         client.messages.create(model=MODEL, messages=ASKED, max_tokens=2, extra_body={"n": 2})
-    assert len(stock[1].program.events("exchange")) == before + 1
+    assert len(stock[1].program.exchanges()) == before + 1
 
 
 def test_anthropic_is_pinned_where_the_server_heeds_it(stock: Servers, patched: Servers) -> None:

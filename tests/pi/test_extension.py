@@ -59,8 +59,7 @@ def summary(id_: str) -> dict[str, str]:
 
 def decisions(proxy: Slotpin) -> list[tuple[Any, ...]]:
     return [
-        (event["role"], event["found_by"], event.get("slot"), event["reason"])
-        for event in proxy.program.events("exchange")
+        (event["role"], event["found_by"], event.get("slot"), event["reason"]) for event in proxy.program.exchanges()
     ]
 
 
@@ -149,7 +148,7 @@ def test_a_warning_is_shown_once_a_minute(tmp_path: Path) -> None:
         with pi(tmp_path / "pi", proxy.url, cache_prompt=False) as session:
             turns(session)
             (notice,) = shown(session, "notify")
-        assert len(proxy.program.events("exchange")) == 2
+        assert len(proxy.program.exchanges()) == 2
     assert notice["notifyType"] == "warning"
     assert notice["message"].startswith("slotpin: cache_prompt_off: ")
 

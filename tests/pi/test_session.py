@@ -65,7 +65,7 @@ def check_appended(said: Sequence[Event]) -> None:
 
 
 def decisions(proxy: Slotpin, **fields: object) -> list[tuple[str, str | None, int | None, str]]:
-    events = proxy.program.events("exchange", **fields)
+    events = proxy.program.exchanges(**fields)
     return [(event["role"], event.get("conversation"), event.get("slot"), event["reason"]) for event in events]
 
 
@@ -124,10 +124,10 @@ def test_a_compaction_leaves_the_main_slot_alone(tmp_path: Path, two_slots: Llam
         follow_up = ask(session, 3)
     assert two_slots.chosen_since(before, 5) == [(0, "id"), (0, "id"), (0, "id"), (1, "id"), (0, "id")]
     assert decisions(proxy) == [MAIN_0, MAIN_0, MAIN_0, SIDE_1, MAIN_0]
-    assert [event["found_by"] for event in proxy.program.events("exchange", role="compactor")] == ["pi-summary"]
+    assert [event["found_by"] for event in proxy.program.exchanges(role="compactor")] == ["pi-summary"]
     assert prompt_tokens(follow_up) > reused(follow_up) >= SYSTEM
     # What Pi shows is what slotpin has read beside the answers.
-    figures = [(event["evaluated"], event["cached"]) for event in proxy.program.events("exchange")]
+    figures = [(event["evaluated"], event["cached"]) for event in proxy.program.exchanges()]
     usages = [each["usage"] for each in (*said, summary, follow_up)]
     assert figures == [(usage["input"], usage["cacheRead"]) for usage in usages]
 
@@ -162,7 +162,7 @@ def test_a_compaction_is_no_loss_to_warn_of(tmp_path: Path, proxy: Slotpin) -> N
             ask(session, number)
         compact(session)
         ask(session, 6)
-    assert len(proxy.program.events("exchange", outcome="completed")) == 8
+    assert len(proxy.program.exchanges(outcome="completed")) == 8
     assert proxy.program.events("warning") == []
 
 
@@ -177,7 +177,7 @@ def test_an_aborted_turn_and_a_new_one_at_once(tmp_path: Path, two_slots: Llama,
         assert aborted["stopReason"] == "aborted"
         (answer,) = answers(session.prompt("go on"))
     assert (answer["stopReason"], len(text(answer).split())) == ("stop", 100)
-    outcomes = [event["outcome"] for event in proxy.program.events("exchange")]
+    outcomes = [event["outcome"] for event in proxy.program.exchanges()]
     assert outcomes == ["client_left", "completed"]
     assert two_slots.chosen_since(before, 2) == [(0, "id"), (0, "id")]
     assert decisions(proxy) == [MAIN_0, MAIN_0]
@@ -206,7 +206,7 @@ def test_a_compaction_that_may_pass_succeeds_on_one_slot(tmp_path: Path, one_slo
         assert re.fullmatch("ok [a-z]{3,9}", compact(session)["summary"])
         follow_up = ask(session, 3)
         assert reused(follow_up) < FEW  # the price, which the warning is about
-        (passed,) = proxy.program.events("exchange", role="compactor")
+        (passed,) = proxy.program.exchanges(role="compactor")
         assert (passed["action"], passed["reason"]) == ("leave", "too_few_slots")
         (warning,) = proxy.program.events("warning", cause="too_few_slots")  # once, for all
         assert "start it with --parallel 2 or more" in warning["message"]

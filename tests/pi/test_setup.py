@@ -50,6 +50,6 @@ def test_pi_takes_what_the_set_up_writes(tmp_path: Path) -> None:
         short = json.dumps({"samplingParams": {"grammar": SHORT}})[1:-1]
         (agent / "models.json").write_text(text.replace('"id": "tiny"', f'"id": "tiny", {short}'))
         assert pi(tmp_path, "-p", "-nt", "--model", "slotpin/tiny", "Hello").startswith("ok ")
-        (decision,) = proxy.program.events("exchange")
+        (decision,) = proxy.program.exchanges()
     # The extension is loaded from where the set-up put it: it has tagged the request.
     assert (decision["role"], decision["found_by"], decision["slot"]) == ("main", "header", 0)

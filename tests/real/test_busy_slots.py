@@ -149,7 +149,7 @@ def on_slot_0(home: Path, server: Llama, variant: Variant) -> Iterator[Slotpin]:
         yield Slotpin(program)
         assert program.process.poll() is None
         assert program.events("bug") == []
-        decisions = program.events("exchange")
+        decisions = program.exchanges()
         assert {(each["reason"], each["slot"]) for each in decisions} == {(variant.reason, 0)}
 
 
@@ -224,7 +224,7 @@ def test_both_answers_are_those_of_runs_alone(
         before = len(exchanges)
         assert await overlapping(client, Pair(seed, variant.own_id)) == expected[seed], seed
         wait_until(lambda: len(proxy.program.events("exchange")) == before + 3, "all three are logged")
-        exchanges[:] = proxy.program.events("exchange")
+        exchanges[:] = proxy.program.exchanges()
         return any(exchange["waited_ms"] > 0 for exchange in exchanges[before:])
 
     async def proof(proxy: Slotpin) -> None:
@@ -287,7 +287,7 @@ def test_also_when_the_first_client_leaves_in_the_middle(
             stack.enter_context(on_slot_0(home, server, variant)) for home, server in zip(homes, servers, strict=True)
         ]
         run(proof)
-        outcomes = [event["outcome"] for proxy in proxies for event in proxy.program.events("exchange")]
+        outcomes = [event["outcome"] for proxy in proxies for event in proxy.program.exchanges()]
         assert outcomes.count("client_left") == len(half)
         for server in servers:
             assert_never_met(server)

@@ -75,7 +75,7 @@ def test_what_cannot_be_isolated_is_refused_and_not_tried_again(tmp_path: Path, 
         refused = compress(proxy.url + base, "I think")
         assert (refused.status, refused.error["code"]) == (409, "too_few_slots")
         assert proxy.outcome(refused.request) == "refused"
-        assert len(proxy.program.events("exchange", role="compactor")) == 1
+        assert len(proxy.program.exchanges(role="compactor")) == 1
         assert len(server.chosen_since(0)) == 1
 
 
@@ -86,6 +86,6 @@ def test_a_server_that_refuses_the_fields_is_asked_once_more_without_them(tmp_pa
         answer = compress(proxy.url + base, "I think", {"chat_template_kwargs": {"enable_thinking": "no"}})
         assert (answer.status, answer.role, answer.slot) == (200, "compactor", 1)
         proxy.outcome(answer.request)
-        refused, accepted = proxy.program.events("exchange", role="compactor")
+        refused, accepted = proxy.program.exchanges(role="compactor")
         assert (refused["slot"], accepted["slot"]) == (1, 1)
         assert proxy.outcome(refused["request"]) != proxy.outcome(accepted["request"])

@@ -73,7 +73,7 @@ def prompt(answer: Answer) -> int:
 def exchange(proxy: Slotpin, answer: Answer) -> dict[str, Any]:
     """The event that the log has of an exchange; its figures are those of the answer."""
     proxy.outcome(answer.request)
-    (event,) = proxy.program.events("exchange", request=answer.request)
+    (event,) = proxy.program.exchanges(request=answer.request)
     assert event["outcome"] == "completed"
     assert (event["evaluated"], event["cached"]) == (evaluated(answer), cached(answer))
     return {"cause": None, **event}

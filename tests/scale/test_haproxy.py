@@ -59,7 +59,7 @@ def ask(session: Session, url: str) -> Asked:
 
 
 def turns_on(node: Node) -> int:
-    return len(node.slotpin.events("exchange"))
+    return len(node.slotpin.exchanges())
 
 
 def test_sixty_sessions_are_not_split(cluster: list[Node], balancer: Balancer) -> None:

@@ -83,7 +83,7 @@ def test_no_answer_is_spoiled_across_both(tmp_path: Path, server: Llama, redis: 
     with slotpins(tmp_path, server.url, ON_SLOT_0, redis=redis.url) as proxies:
         assert asyncio.run(proof(proxies)) == expected
         for proxy in proxies:
-            exchanges = proxy.program.events("exchange")
+            exchanges = proxy.program.exchanges()
             assert {(each["reason"], each["slot"]) for each in exchanges} == {("pinned", 0)}
             assert any(each["waited_ms"] > 0 for each in exchanges)
             assert not warned(proxy, "sharing_lost")
@@ -109,8 +109,8 @@ def test_pinned_and_unpinned_requests_of_different_slotpins_never_meet(
     log = ServerLog(server)
     with slotpins(tmp_path, server.url, ON_SLOT_0, redis=redis.url) as (one, other):
         asyncio.run(proof(one, other))
-        assert {each["reason"] for each in one.program.events("exchange")} == {"route_ignores_slot"}
-        assert {each["reason"] for each in other.program.events("exchange")} == {"pinned"}
+        assert {each["reason"] for each in one.program.exchanges()} == {"route_ignores_slot"}
+        assert {each["reason"] for each in other.program.exchanges()} == {"pinned"}
     log.assert_never_met()
 
 
@@ -128,7 +128,7 @@ def test_a_conversation_keeps_its_slot_whichever_it_comes_through(
                     assert answer.json["timings"]["cache_n"] > 290, (name, turn)
         assert len(slots["first"]) == len(slots["named"]) == 1
         assert slots["first"] != slots["named"]
-        exchanges = [event for proxy in proxies for event in proxy.program.events("exchange")]
+        exchanges = [event for proxy in proxies for event in proxy.program.exchanges()]
         assert sum(event["expected"] > 290 for event in exchanges) == 10
         assert all(event["lost"] == 0 for event in exchanges if event["expected"])
 
@@ -237,7 +237,7 @@ def test_redis_killed_and_restarted_empty(tmp_path: Path, server: Llama) -> None
         asyncio.run(proof(running, proxies))
         assert {"pinned", "sharing_lost"} <= set(reasons)
         for proxy in proxies:
-            assert {each["outcome"] for each in proxy.program.events("exchange")} == {"completed"}
+            assert {each["outcome"] for each in proxy.program.exchanges()} == {"completed"}
             assert len(warned(proxy, "sharing_lost")) == 1
             assert sharing(proxy)["losses"] == 1
             metrics = fetch(proxy.url + "/slotpin/metrics").body.decode()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.request import urlopen
 
 import psutil
 
@@ -106,6 +107,14 @@ class Program:
         lines = [line for line in self.err.splitlines(keepends=True) if line.startswith("{") and line.endswith("\n")]
         events: list[dict[str, Any]] = [json.loads(line) for line in lines]
         return [event for event in events if event["event"] == name and fields.items() <= event.items()]
+
+    def exchanges(self, **fields: object) -> list[dict[str, Any]]:
+        """The exchanges that have these fields. A client may have its whole answer a moment before the exchange is
+        logged, so while it runs it is asked first whether one is under way still."""
+        if self.process.poll() is None:
+            url = f"{self.url}/slotpin/status"
+            wait_until(lambda: not json.loads(urlopen(url, timeout=DEADLINE).read())["underWay"], "all have ended")
+        return self.events("exchange", **fields)
 
 
 def assert_lines(stderr: str, *beginnings: str) -> None:
