@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
 from slotpin.pinning.message_end import Shape
@@ -34,6 +35,8 @@ class Route:
     shape: Shape | None
 
 
+# Clients ask for a few targets again and again; more than this are only remembered for a while.
+@lru_cache(256)
 def read_route(method: str, target: bytes) -> Route:
     """Read a request target in origin form: `/compactor/v1/models?x` is compactor and `/v1/models?x`."""
     path, question, query = target.partition(b"?")

@@ -13,9 +13,9 @@ from slotpin.proxy.bind import Bound, address_of, bind
 from slotpin.proxy.exchange import Exchange
 from slotpin.proxy.guard import Guard
 from slotpin.proxy.headers import RequestHead
-from slotpin.proxy.listener import ClientConnection, Incoming
+from slotpin.proxy.listener import ClientConnection, Incoming, Work
 from slotpin.proxy.own_routes import OwnRoutes, is_own
-from slotpin.proxy.replies import Reply, error
+from slotpin.proxy.replies import Reply
 from slotpin.proxy.state import State
 
 # For whoever watches over slotpin and the server behind it, so without a key: llama-server wants none there either.
@@ -74,6 +74,8 @@ class Proxy:
             await asyncio.wait(under_way, timeout=seconds)
         if left := list(self._connections):
             await asyncio.gather(*(connection.cut_off() for connection in left))
+        if tasks := list(self.state.tasks):
+            await asyncio.wait(tasks)  # each has been cancelled
         await self.state.close()
 
     def _new_guard(self) -> Guard:
@@ -84,19 +86,14 @@ class Proxy:
             self._guarding, self._guard = self.state.running, self._new_guard()
         return self._guard.refusal(head)
 
-    async def _handle(self, incoming: Incoming) -> None:
+    def _handle(self, incoming: Incoming) -> Work | None:
         path = incoming.head.target.partition(b"?")[0]
-        try:
-            open_to_all = path in _HEALTH and incoming.head.method in ("GET", "HEAD")
-            if not open_to_all and (refusal := self._refusal(incoming.head)):
-                incoming.reply(refusal)
-            elif is_own(path):
-                await self._own.handle(incoming, path)
-            else:
-                await Exchange(self.state, incoming).run()
-        except Exception:
-            self.state.log.exception("bug", path=path.decode("latin-1"))
-            if incoming.started:
-                incoming.abort()
-            else:
-                incoming.reply(error(500, "bug", "an error of slotpin's own; its log has the details"))
+        open_to_all = path in _HEALTH and incoming.head.method in ("GET", "HEAD")
+        if not open_to_all and (refusal := self._refusal(incoming.head)):
+            incoming.reply(refusal)
+            return None
+        if is_own(path):
+            return self._own.begin(incoming, path)
+        exchange = Exchange(self.state, incoming)
+        exchange.begin()
+        return exchange

@@ -1,27 +1,32 @@
-"""One request's life: arrive, plan, wait at its gate, go out, relay, end, release."""
+"""One request's life: arrive, plan, wait at its gate, go out, relay, end, release.
+
+Most requests wait for nothing but their answer, so all up to that is done at once, and the answer's end calls back:
+a task for each would cost more than what slotpin does in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from slotpin.pinning.decision import Action, refused
+from slotpin.pinning.decision import Action, Decision, refused
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.roles import Role
 from slotpin.pinning.route import Route, read_route
 from slotpin.proxy.admission import busy_message, last_look
 from slotpin.proxy.answer import Answer, Watch
 from slotpin.proxy.forward import Forward, Forwarded
-from slotpin.proxy.headers import Headers, RequestHead
+from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.ledger import Ledger
 from slotpin.proxy.listener import Incoming
 from slotpin.proxy.plan import ON_UNSAFE, ROLES, Plan, Planner
-from slotpin.proxy.replies import Reply, error, refusal
+from slotpin.proxy.replies import BUG, Reply, error, refusal
 from slotpin.proxy.sharing import admission as sharing
 from slotpin.proxy.state import State
+from slotpin.proxy.steps import Steps
 from slotpin.proxy.upstream import Address
 
 Outcome = Forwarded | Literal["client_left", "cut_off", "refused", "failed"]
@@ -31,56 +36,77 @@ _KEEP_ALIVE = b": slotpin waits for the slot\n\n"
 
 
 class Exchange:
+    """`begin`; it ends by itself, or with `cancel` when its client has gone."""
+
+    __slots__ = (
+        "_answer",
+        "_arrived",
+        "_forward",
+        "_incoming",
+        "_is_over",
+        "_ledger",
+        "_planner",
+        "_running",
+        "_state",
+        "_steps",
+        "_watch",
+        "id",
+    )
+
     def __init__(self, state: State, incoming: Incoming) -> None:
-        self.id = secrets.token_hex(6)
+        self.id = os.urandom(6).hex()
         self._state = state
         self._running = state.running
         self._incoming = incoming
         self._planner = Planner(state, self._running, self.id, incoming.head)
-        self._forward = Forward(state, self._running, incoming)
+        self._steps = Steps(state.tasks)
         self._arrived = 0.0  # when its body was whole, or is not read here
+        self._ledger: Ledger | None = None  # of a request that generates
+        self._watch: Watch | None = None
+        self._answer: Answer | None = None
+        self._forward: Forward | None = None
+        self._is_over = False
 
-    async def run(self) -> None:
-        head = self._incoming.head
+    def begin(self) -> None:
+        self._steps.run(self._run())
+
+    def cancel(self) -> None:
+        if not self._steps.cancel():
+            self._leave()
+
+    async def _run(self) -> None:
+        try:
+            await self._carry_out()
+        except asyncio.CancelledError:
+            self._leave()
+            raise
+        except Exception:
+            self._failed()
+
+    async def _carry_out(self) -> None:
+        incoming = self._incoming
+        head = incoming.head
         if reply := _bad_request(head):
-            self._incoming.reply(reply)
+            incoming.reply(reply)
             return
-        await self._incoming.flow.drain()  # of the answer before, where requests were sent ahead
+        if incoming.flow.paused:
+            await self._steps.in_a_task()
+            await incoming.flow.drain()  # of the answer before, where requests were sent ahead
         route = read_route(head.method, head.target)
         if route.shape is None:
             self._state.relayed += 1
             if head.method == "POST":
                 self._state.strangers.passed_on_at = self._state.clock()
             role = route.role or self._planner.header_role or Role.MAIN
-            await self._send(role, route, None, Answer(self._incoming, watch=None))
+            self._answer = Answer(incoming, watch=None)
+            await self._send(role, route, None, self._answer)
             return
         plan = await self._plan(route)
-        ledger = Ledger(self._state, self._running, self.id, plan, head, self._arrived)
-        watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
-        answer = Answer(self._incoming, watch)
-        outcome: Outcome = "failed"
-        try:
-            outcome = await self._carry_out(plan, ledger, route, answer)
-        except asyncio.CancelledError:
-            # A client that has its whole message needs not wait for the last bytes.
-            left: Outcome = "cut_off" if self._incoming.cut_off else "client_left"
-            outcome = "completed" if answer.message_ended else left
-            raise
-        finally:
-            ledger.status = answer.status or None
-            over = answer.complete or answer.message_ended or not self._forward.reached
-            ledger.close(outcome, watch.counters.result(), settled=over)
-
-    async def _plan(self, route: Route) -> Plan:
-        if self._running.pin.enabled is False:
-            self._arrived = self._state.clock()
-            return self._planner.unread(route, Reason.DISABLED, None)
-        body = await self._incoming.body.read()
-        self._arrived = self._state.clock()
-        return await self._planner.plan(route, body)
-
-    async def _carry_out(self, plan: Plan, ledger: Ledger, route: Route, answer: Answer) -> Outcome:
+        ledger = self._ledger = Ledger(self._state, self._running, self.id, plan, head, self._arrived)
+        self._watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
+        answer = self._answer = Answer(incoming, self._watch)
         if plan.tracked and plan.decision.action is not Action.REFUSE:
+            await self._steps.in_a_task()
             try:
                 await self._pass_gate(plan, ledger)
             except TimeoutError:
@@ -88,11 +114,57 @@ class Exchange:
                 plan.decision = refused(Reason.SLOT_BUSY, busy_message(plan, seconds))
         if not ledger.has_decision:
             ledger.decided()
-        answer.own_headers = self._own_headers(plan)
+        answer.own_lines = self._own_lines(plan.classified.role, plan.decision)
         if plan.decision.action is Action.REFUSE:
             answer.fail(refusal(plan.decision))
-            return "refused"
-        return await self._send(plan.classified.role, route, plan, answer)
+            self._over("refused")
+            return
+        await self._send(plan.classified.role, route, plan, answer)
+
+    async def _plan(self, route: Route) -> Plan:
+        body = self._incoming.body
+        if self._running.pin.enabled is False:
+            self._arrived = self._state.clock()
+            return self._planner.unread(route, Reason.DISABLED, None)
+        if body.complete:
+            raw: bytes | bytearray = body.take()
+        else:
+            await self._steps.in_a_task()
+            raw = await body.read()
+        self._arrived = self._state.clock()
+        await self._steps.in_a_task()
+        return await self._planner.plan(route, raw)
+
+    def _over(self, outcome: Outcome) -> None:
+        """Once, whatever has become of it."""
+        if self._is_over:
+            return
+        self._is_over = True
+        ledger, answer, watch = self._ledger, self._answer, self._watch
+        if ledger is None or answer is None or watch is None:
+            return
+        try:
+            ledger.status = answer.status or None
+            over = answer.complete or answer.message_ended or self._forward is None or not self._forward.reached
+            ledger.close(outcome, watch.counters.result(), settled=over)
+        except Exception:
+            self._state.log_bug(self._incoming.head.target)
+
+    def _leave(self) -> None:
+        """Its client has gone, or slotpin stops."""
+        if self._forward is not None:
+            self._forward.leave()
+        if self._answer is not None and self._answer.message_ended:
+            self._over("completed")  # a client that has its whole message needs not wait for the last bytes
+        else:
+            self._over("cut_off" if self._incoming.cut_off else "client_left")
+
+    def _failed(self) -> None:
+        self._state.log_bug(self._incoming.head.target)
+        if self._forward is not None:
+            self._forward.leave()
+        self._over("failed")
+        self._incoming.fail(BUG)
 
     async def _pass_gate(self, plan: Plan, ledger: Ledger) -> None:
         """Wait until the request may go out. Raises TimeoutError."""
@@ -139,29 +211,27 @@ class Exchange:
 
     def _show_life(self, plan: Plan) -> None:
         if not self._incoming.started:
-            headers = [(b"Content-Type", b"text/event-stream"), *self._own_headers(plan)]
-            self._incoming.start(200, b"OK", headers, None)
+            lines = b"Content-Type: text/event-stream\r\n" + self._own_lines(plan.classified.role, plan.decision)
+            self._incoming.start(200, b"OK", lines, None)
         self._incoming.write(_KEEP_ALIVE)
         self._incoming.flush()
 
-    async def _send(self, role: Role, route: Route, plan: Plan | None, answer: Answer) -> Forwarded:
+    async def _send(self, role: Role, route: Route, plan: Plan | None, answer: Answer) -> None:
         payload = plan.payload if plan is not None else None
         authorization = self._authorization(role, by_path=route.role is not None)
-        return await self._forward.send(self._address(role), route.target, payload, answer, authorization)
+        self._forward = Forward(self._state, self._running, self._incoming, answer, self._over)
+        await self._forward.send(self._address(role), route.target, payload, authorization, self._steps)
 
-    def _own_headers(self, plan: Plan) -> Headers:
-        decision = plan.decision
-        headers: Headers = [
-            (b"X-Slotpin-Request", self.id.encode()),
-            (b"X-Slotpin-Role", plan.classified.role.encode()),
-            (b"X-Slotpin-Reason", decision.reason.encode()),
-        ]
-        if decision.slot is not None:
-            headers.append((b"X-Slotpin-Slot", b"%d" % decision.slot))
+    def _own_lines(self, role: Role, decision: Decision) -> bytes:
+        slot = b"" if decision.slot is None else b"X-Slotpin-Slot: %d\r\n" % decision.slot
+        warning = b""
         if decision.warnings:
             text = "; ".join(f"{cause}: {text}" for cause, text in decision.explained)
-            headers.append((b"X-Slotpin-Warning", _printable(text)))
-        return headers
+            warning = b"X-Slotpin-Warning: %b\r\n" % _printable(text)
+        return b"X-Slotpin-Request: %b\r\nX-Slotpin-Role: %b\r\nX-Slotpin-Reason: %b\r\n%b%b" % (
+            *(self.id.encode(), role.encode(), decision.reason.encode()),
+            *(slot, warning),
+        )
 
     def _address(self, role: Role | None) -> Address:
         running = self._running

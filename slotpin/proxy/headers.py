@@ -23,43 +23,105 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Ours to write (Host, Content-Length) or ours to answer (Expect).
-_REQUEST_REWRITTEN = frozenset({b"host", b"content-length", b"expect"})
+# Also ours to write (Host, Content-Length) or ours to answer (Expect).
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# Values of Connection that nearly all have.
+_NAMES_NOTHING = frozenset({b"close", b"keep-alive", b"Keep-Alive"})
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _OWN_PREFIX = b"x-slotpin-"
+# Two of them could be read in two ways.
+_ONCE = frozenset({b"host", b"transfer-encoding"})
 
 
 @dataclass(slots=True)
 class RequestHead:
-    """A request line and its headers, as sent. `target` is in origin form: path and query."""
+    """A request line and its headers, as sent. `target` is in origin form: path and query.
+
+    Raises ValueError for a head that another server could read in another way: RFC 9112 sections 3.2 (one Host) and 6.1
+    (no coding but chunked, and that not in HTTP/1.0).
+    """
 
     method: str
     target: bytes
     headers: Headers
     http10: bool
     keep_alive: bool
-    host: bytes = b""
+    host: bytes = field(init=False)
     _first: dict[bytes, bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._first = {name.lower(): value for name, value in reversed(self.headers)}
+        self._first = first = {}
+        for name, value in self.headers:
+            lowered = name.lower()
+            if lowered not in first:
+                first[lowered] = value
+            elif lowered == b"connection":
+                first[lowered] += b"," + value
+            elif lowered in _ONCE:
+                raise ValueError(f"there has to be one {name.decode('latin-1')} header")
+        coding = first.get(b"transfer-encoding")
+        if coding is not None and (self.http10 or coding.strip().lower() != b"chunked"):
+            raise ValueError("this Transfer-Encoding is not served")
+        host = first.get(b"host")
+        if host is None and not self.http10:
+            raise ValueError("there has to be one Host header")
+        self.host = b"" if host is None else host.strip()
 
     def get(self, name: bytes) -> bytes | None:
-        """First value of a header; `name` in lower case."""
+        """First value of a header, of `Connection` all; `name` in lower case."""
         return self._first.get(name)
 
     @property
     def content_length(self) -> int | None:
-        return framing(self.headers)[0]
+        length = self._first.get(b"content-length")
+        return None if length is None else int(length)
+
+    @property
+    def expects_continue(self) -> bool:
+        """Whether the client waits for `100 Continue`."""
+        return not self.http10 and (self._first.get(b"expect") or b"").strip().lower() == b"100-continue"
 
 
-def end_to_end(headers: Headers) -> Headers:
-    """The headers without the hop-by-hop ones, also without those that `Connection` names."""
-    dropped = HOP_BY_HOP
+@dataclass(slots=True)
+class ResponseHead:
+    """What of an answer's head matters here. `lines` are its end-to-end headers, ready to be sent.
+
+    `length` None with `chunked` False: the body ends with the connection. `event_stream`: one that is not compressed,
+    so that the message end can be seen in its bytes.
+    """
+
+    lines: bytes
+    length: int | None
+    chunked: bool
+    event_stream: bool
+
+
+def read_response(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> ResponseHead:
+    """Of a head that the parser has accepted."""
+    lines: list[bytes] = []
+    length: int | None = None
+    chunked = event_stream = encoded = False
     for name, value in headers:
-        if name.lower() == b"connection":
-            dropped = dropped.union(token.strip().lower() for token in value.split(b","))
-            dropped -= {b"content-length"}  # the framing is nobody's to drop
-    return [header for header in headers if header[0].lower() not in dropped]
+        lowered = name.lower()
+        if lowered in dropped:
+            if lowered == b"transfer-encoding":
+                chunked = True
+            elif lowered == b"connection" and value not in _NAMES_NOTHING and dropped is HOP_BY_HOP:
+                return read_response(headers, dropped | _named(v for n, v in headers if n.lower() == lowered))
+            continue
+        lines.append(name + b": " + value + b"\r\n")
+        if lowered == b"content-length":
+            length = int(value)
+        elif lowered == b"content-type":
+            event_stream = value.lower().startswith(b"text/event-stream")
+        elif lowered == b"content-encoding":
+            encoded = value.strip().lower() != b"identity"
+    return ResponseHead(b"".join(lines), length, chunked, event_stream and not encoded)
+
+
+def _named(values: Iterable[bytes]) -> frozenset[bytes]:
+    """What `Connection` names, which is for this hop too. The framing is nobody's to drop."""
+    return frozenset(token.strip().lower() for value in values for token in value.split(b",")) - {b"content-length"}
 
 
 def upstream_head(
@@ -69,12 +131,15 @@ def upstream_head(
 
     `authorization` replaces the client's own credentials; empty, it takes them away.
     """
-    lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (head.method.encode(), target, host)]
-    for name, value in end_to_end(head.headers):
+    lines = [b"%b %b HTTP/1.1\r\nHost: %b" % (head.method.encode(), target, host)]
+    dropped = _NOT_FORWARDED
+    if (connection := head.get(b"connection")) is not None and connection not in _NAMES_NOTHING:
+        dropped |= _named((connection,))
+    for name, value in head.headers:
         lowered = name.lower()
-        if lowered in _REQUEST_REWRITTEN or lowered.startswith(_OWN_PREFIX):
+        if lowered in dropped or lowered.startswith(_OWN_PREFIX):
             continue
-        if authorization is not None and lowered in (b"authorization", b"x-api-key"):
+        if authorization is not None and lowered in _CREDENTIALS:
             continue
         lines.append(name + b": " + value)
     if authorization:
@@ -83,7 +148,8 @@ def upstream_head(
         lines.append(b"Transfer-Encoding: chunked")
     elif body_length or head.method not in ("GET", "HEAD", "OPTIONS", "DELETE"):
         lines.append(b"Content-Length: %d" % body_length)
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)
 
 
 def with_forwarded(head: RequestHead, peer: str) -> RequestHead:
@@ -107,38 +173,9 @@ def via(http10: bool) -> Header:
     return b"Via", b"1.0 slotpin" if http10 else b"1.1 slotpin"
 
 
-def check_request(headers: Headers, http10: bool) -> tuple[bytes, bool]:
-    """The host, and whether the client waits for `100 Continue`. Raises ValueError for a head that another server could
-    read in another way: RFC 9112 sections 3.2 (one Host) and 6.1 (no coding but chunked, and that not in HTTP/1.0)."""
-    hosts: list[bytes] = []
-    expects = False
-    for name, value in headers:
-        match name.lower():
-            case b"host":
-                hosts.append(value.strip())
-            case b"expect":
-                expects = not http10 and value.strip().lower() == b"100-continue"
-            case b"transfer-encoding" if http10 or value.strip().lower() != b"chunked":
-                raise ValueError("this Transfer-Encoding is not served")
-    if len(hosts) > 1 or not (hosts or http10):
-        raise ValueError("there has to be one Host header")
-    return hosts[0] if hosts else b"", expects
+def header_lines(headers: Iterable[Header]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
-def response_head(status: int, reason: bytes, headers: Iterable[Header]) -> bytes:
-    lines = [b"HTTP/1.1 %d %s" % (status, reason)]
-    lines.extend(name + b": " + value for name, value in headers)
-    return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-def framing(headers: Headers) -> tuple[int | None, bool]:
-    """Content-Length and whether the body is chunked, of a head that the parser has accepted."""
-    length = None
-    chunked = False
-    for name, value in headers:
-        match name.lower():
-            case b"content-length":
-                length = int(value)
-            case b"transfer-encoding":
-                chunked = True
-    return length, chunked
+def response_head(status: int, phrase: bytes, lines: bytes) -> bytes:
+    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, phrase, lines)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import cast
+from collections.abc import Callable
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from slotpin.proxy.deadline import Deadline
 from slotpin.proxy.flow import FlowControl, Wire
-from slotpin.proxy.headers import Headers, RequestHead, check_request, response_head
+from slotpin.proxy.headers import Headers, RequestHead, header_lines, response_head
 from slotpin.proxy.replies import Reply, error
 
 # A head larger than this is refused; llama-server takes 100 header lines of 8 KiB and a target of 8 KiB.
@@ -29,6 +29,20 @@ KEEP_ALIVE_SECONDS = 75.0
 
 class RequestBody:
     """A body as it arrives. Read it whole, or piece by piece with back-pressure on the client."""
+
+    __slots__ = (
+        "_buffered",
+        "_discarded",
+        "_expects_continue",
+        "_hold",
+        "_limit",
+        "_paused",
+        "_pieces",
+        "_waiter",
+        "_whole",
+        "_wire",
+        "complete",
+    )
 
     def __init__(self, wire: Wire, expects_continue: bool, hold: Callable[[object, bool], None]) -> None:
         self._wire = wire
@@ -61,32 +75,39 @@ class RequestBody:
         self._resume()
         self._wake()
 
+    def take(self) -> bytes:
+        """The whole body, once it is complete."""
+        if len(self._pieces) == 1:
+            return self._pieces.popleft()
+        whole = b"".join(self._pieces)
+        self._pieces.clear()
+        return whole
+
     async def read(self) -> bytes | bytearray:
         """The whole body, of any size."""
+        if self.complete:
+            return self.take()
         self._limit = None
         self._ask()
-        if self.complete and len(self._pieces) == 1:
-            return self._pieces.popleft()
         # One buffer that grows: pieces that are joined at the end would need the memory twice.
         self._whole = bytearray().join(self._pieces)
         self._pieces.clear()
-        if not self.complete:
-            self._resume()
-            await self._more()
+        self._resume()
+        await self._more()
         body, self._whole = self._whole, None
         return body
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def next(self) -> bytes | None:
+        """The next piece; None after the last one."""
         self._ask()
-        while True:
-            while self._pieces:
-                piece = self._pieces.popleft()
-                self._buffered -= len(piece)
-                yield piece
+        while not self._pieces:
             if self.complete:
-                return
+                return None
             self._resume()
             await self._more()
+        piece = self._pieces.popleft()
+        self._buffered -= len(piece)
+        return piece
 
     def discard(self) -> None:
         """Read on, but keep nothing."""
@@ -116,7 +137,12 @@ class RequestBody:
 
 
 class Incoming:
-    """One request and the way back to its client. After `start`, exactly one of `finish` and `abort` ends it."""
+    """One request and the way back to its client. After `start`, exactly one of `finish` and `abort` ends it.
+
+    What is written goes out with the next `flush` or `finish`, in one piece: each send costs the most of all.
+    """
+
+    __slots__ = ("_chunked", "_close", "_connection", "_out", "body", "head", "started")
 
     def __init__(self, connection: ClientConnection, head: RequestHead, body: RequestBody) -> None:
         self.head = head
@@ -141,37 +167,32 @@ class Incoming:
         """Whether slotpin's own stop broke the connection off, and not the client."""
         return self._connection.was_cut_off
 
-    def start(self, status: int, phrase: bytes, headers: Headers, length: int | None, has_body: bool = True) -> None:
-        """Write the answer's head. `headers` are end-to-end ones; `length` None: the body's end is not known yet.
-
-        What is written goes out with the next `flush` or `finish`, in one piece: each send costs the most of all.
-        """
+    def start(self, status: int, phrase: bytes, lines: bytes, length: int | None, has_body: bool = True) -> None:
+        """Write the answer's head. `lines` are its end-to-end headers; `length` None: the body's end is not known."""
         self.started = True
         if has_body and length is None:
             if self.head.http10:
                 self._close = True  # nothing but the end of the connection can end the body
             else:
                 self._chunked = True
-                headers = [*headers, (b"Transfer-Encoding", b"chunked")]
+                lines += b"Transfer-Encoding: chunked\r\n"
         # A body that was not read to its end would be taken for the next request.
         if self._connection.draining or not self.body.complete:
             self._close = True
         if self._close:
-            headers = [*headers, (b"Connection", b"close")]
+            lines += b"Connection: close\r\n"
         elif self.head.http10:
-            headers = [*headers, (b"Connection", b"keep-alive")]
-        self._out.append(response_head(status, phrase, headers))
+            lines += b"Connection: keep-alive\r\n"
+        self._out.append(response_head(status, phrase, lines))
 
     def write(self, data: bytes) -> None:
-        if self._chunked:
-            self._out += (b"%x\r\n" % len(data), data, b"\r\n")
-        else:
-            self._out.append(data)
+        self._out.append(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def flush(self) -> None:
-        if self._out:
-            self._connection.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
-            self._out.clear()
+        out = self._out
+        if out:
+            self._connection.write(out[0] if len(out) == 1 else b"".join(out))
+            out.clear()
 
     def finish(self) -> None:
         if self._chunked:
@@ -179,24 +200,34 @@ class Incoming:
         self.flush()
         self._connection.done(self, close=self._close)
 
-    def reply(self, reply: Reply) -> None:
-        """Send an answer of slotpin's own."""
-        self.start(
-            reply.status,
-            reply.phrase,
-            [*reply.headers, (b"Content-Length", b"%d" % len(reply.body))],
-            len(reply.body),
-        )
+    def reply(self, reply: Reply, lines: bytes = b"") -> None:
+        """Send an answer of slotpin's own; `lines` are more headers for it."""
+        lines = b"%b%bContent-Length: %d\r\n" % (header_lines(reply.headers), lines, len(reply.body))
+        self.start(reply.status, reply.phrase, lines, len(reply.body))
         if self.head.method != "HEAD":
             self.write(reply.body)
         self.finish()
+
+    def fail(self, reply: Reply) -> None:
+        """Say so where the answer has not begun; else there is but one way to show it."""
+        if self.started:
+            self.abort()
+        else:
+            self.reply(reply)
 
     def abort(self) -> None:
         """Break the connection off: an answer that is not complete must not look as if it were."""
         self._connection.abort(reset=self.head.http10)
 
 
-Handler = Callable[[Incoming], Coroutine[None, None, None]]
+class Work(Protocol):
+    """What is done for a request."""
+
+    def cancel(self) -> object:
+        """The client is gone, or its request has turned out to be none."""
+
+
+Handler = Callable[[Incoming], Work | None]
 
 
 class ClientConnection(asyncio.Protocol):
@@ -217,7 +248,8 @@ class ClientConnection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = self._loop.create_future()
         # The request that is being answered, and those that the client sent ahead.
         self._current: Incoming | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._work: Work | None = None
+        self._is_new = False  # it is to be handled as soon as what came with its head is taken in
         self._ahead: deque[Incoming] = deque()
         self._ahead_bytes = 0
         self._last_words: Reply | None = None  # to what can't be read, once everything before it is answered
@@ -252,8 +284,6 @@ class ClientConnection(asyncio.Protocol):
             current.abort()
         self._wire.abort()
         await self.closed
-        if self._task is not None:
-            await asyncio.wait([self._task])
 
     def write(self, data: bytes) -> None:
         self._wire.write(data)
@@ -269,7 +299,7 @@ class ClientConnection(asyncio.Protocol):
         """The answer to `incoming` is complete."""
         if incoming is not self._current:
             return
-        self._current = None
+        self._current = self._work = None
         if not incoming.body.complete:
             # Closing with unread bytes would reset the connection, and the client might never see the answer.
             incoming.body.discard()
@@ -285,6 +315,8 @@ class ClientConnection(asyncio.Protocol):
             if not self._ahead:
                 self._forget_ahead()  # the rest of its body may still have to come
             self._begin(following)
+            # Not at once: answers that need no waiting would pile up on the stack.
+            self._loop.call_soon(self._handle_new)
         else:
             self._forget_ahead()
             self._is_kept = True
@@ -316,6 +348,13 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes += len(data)
         if self._current is not None and self._current.body.complete:
             self._count_ahead(len(data))
+        readable = self._parse(data)
+        if self._is_new:
+            self._handle_new()
+        if readable and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(error(431, "head_too_large", f"the request head is larger than {MAX_HEAD_BYTES} bytes"))
+
+    def _parse(self, data: bytes) -> bool:
         while data:
             try:
                 self._parser.feed_data(data)
@@ -326,9 +365,8 @@ class ClientConnection(asyncio.Protocol):
                 # What our own callbacks found wrong stands behind the parser's complaint of them.
                 why = problem.__context__ or problem
                 self._refuse(error(400, "bad_request", f"the request is not HTTP/1.1: {why}"))
-                return
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(error(431, "head_too_large", f"the request head is larger than {MAX_HEAD_BYTES} bytes"))
+                return False
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
@@ -338,8 +376,9 @@ class ClientConnection(asyncio.Protocol):
         self._leave()
         self.flow.lost()
         self._ahead.clear()
-        if self._task is not None:
-            self._task.cancel()
+        self._is_new = False
+        if self._work is not None:
+            self._work.cancel()
 
     def pause_writing(self) -> None:
         self.flow.pause()
@@ -373,17 +412,14 @@ class ClientConnection(asyncio.Protocol):
         if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
             self._upgrading = True  # the parser takes what follows for another protocol, even a body
             return
-        http10 = version == "1.0"
-        host, expects = check_request(self._headers, http10)
         head = RequestHead(
             self._parser.get_method().decode("ascii"),
             _origin_form(self._target),
             self._headers,
-            http10,
+            version == "1.0",
             self._parser.should_keep_alive(),
-            host,
         )
-        self._body = RequestBody(self._wire, expects, self.hold)
+        self._body = RequestBody(self._wire, head.expects_continue, self.hold)
         incoming = Incoming(self, head, self._body)
         if self._current is None:
             self._begin(incoming)
@@ -417,7 +453,14 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, incoming: Incoming) -> None:
         self._deadline.clear()
         self._current = incoming
-        self._task = self._loop.create_task(self._handler(incoming))
+        self._is_new = True
+
+    def _handle_new(self) -> None:
+        if self._is_new and (incoming := self._current) is not None:
+            self._is_new = False
+            work = self._handler(incoming)
+            if self._current is incoming:  # else it is over
+                self._work = work
 
     def _leave(self) -> None:
         self._connections.discard(self)
@@ -447,10 +490,11 @@ class ClientConnection(asyncio.Protocol):
         if self._wire.is_closing or (current is not None and current.started):
             self._wire.abort()
             return
-        if current is not None and self._task is not None:
-            self._task.cancel()  # it has begun with a body that turned out to be none
-        headers = [*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")]
-        self._wire.write(response_head(reply.status, reply.phrase, headers) + reply.body)
+        self._is_new = False
+        if current is not None and self._work is not None:
+            self._work.cancel()  # it has begun with a body that turned out to be none
+        lines = header_lines([*reply.headers, (b"Content-Length", b"%d" % len(reply.body)), (b"Connection", b"close")])
+        self._wire.write(response_head(reply.status, reply.phrase, lines) + reply.body)
         self._wire.close()
 
 

@@ -16,10 +16,11 @@ from slotpin.observe.records import Record, find
 from slotpin.observe.status import status
 from slotpin.observe.words import explained
 from slotpin.pinning.conversations import session_ids
-from slotpin.proxy.headers import Headers, RequestHead
+from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.listener import Incoming
-from slotpin.proxy.replies import Reply, error
+from slotpin.proxy.replies import BUG, Reply, error
 from slotpin.proxy.state import State
+from slotpin.proxy.steps import Steps
 
 PREFIX = b"/slotpin"
 # How often a page hears of what has changed.
@@ -57,15 +58,26 @@ class OwnRoutes:
     def close(self) -> None:
         self._closing.set()
 
-    async def handle(self, incoming: Incoming, path: bytes) -> None:
+    def begin(self, incoming: Incoming, path: bytes) -> Steps:
+        steps = Steps(self._state.tasks)
+        steps.run(self._handle(incoming, path, steps))
+        return steps
+
+    async def _handle(self, incoming: Incoming, path: bytes, steps: Steps) -> None:
         incoming.body.discard()  # none is looked at, so none needs memory
-        if path == PREFIX + b"/metrics":
-            # Few have a Prometheus, so this is loaded late: it takes a while, and answers are to flow on meanwhile.
-            await asyncio.to_thread(importlib.import_module, "slotpin.observe.metrics")
-        if path == PREFIX + b"/events" and incoming.head.method == "GET":
-            await self._events(incoming)
-        else:
-            incoming.reply(self._reply(incoming.head, path))
+        try:
+            if path == PREFIX + b"/metrics":
+                # Few have a Prometheus, so this is loaded late: it takes a while, and answers are to flow on meanwhile.
+                await steps.in_a_task()
+                await asyncio.to_thread(importlib.import_module, "slotpin.observe.metrics")
+            if path == PREFIX + b"/events" and incoming.head.method == "GET":
+                await steps.in_a_task()
+                await self._events(incoming)
+            else:
+                incoming.reply(self._reply(incoming.head, path))
+        except Exception:
+            self._state.log_bug(incoming.head.target)
+            incoming.fail(BUG)
 
     def _reply(self, head: RequestHead, path: bytes) -> Reply:
         name = path.removeprefix(PREFIX)
@@ -124,8 +136,7 @@ class OwnRoutes:
         records = self._state.observer.records
         last = (incoming.head.get(b"last-event-id") or b"").decode("latin-1")
         number = int(last) if last.isascii() and last.isdecimal() and len(last) < 16 else -1
-        headers: Headers = [(b"Content-Type", b"text/event-stream"), (b"Cache-Control", b"no-store")]
-        incoming.start(200, b"OK", headers, None)
+        incoming.start(200, b"OK", b"Content-Type: text/event-stream\r\nCache-Control: no-store\r\n", None)
         self._viewers += 1
         try:
             while not self._closing.is_set():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -46,9 +45,6 @@ class Reply:
     body: bytes
     headers: tuple[Header, ...] = ()
 
-    def with_headers(self, headers: Iterable[Header]) -> Reply:
-        return replace(self, headers=(*self.headers, *headers))
-
     @property
     def phrase(self) -> bytes:
         return _PHRASES[self.status]
@@ -59,6 +55,9 @@ def error(status: int, code: str, message: str, headers: tuple[Header, ...] = ()
         {"error": {"message": f"slotpin: {message}", "type": "slotpin_error", "param": None, "code": code}}
     )
     return Reply(status, body, ((b"Content-Type", b"application/json"), *headers))
+
+
+BUG = error(500, "bug", "an error of slotpin's own; its log has the details")
 
 
 def late_error(shape: Shape, status: int, body: bytes) -> bytes:

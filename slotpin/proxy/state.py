@@ -90,6 +90,7 @@ class State:
         self.history = History()
         self.observer = Observer(log)
         self.relayed = 0
+        self.tasks: set[asyncio.Task[None]] = set()  # of requests that wait for something
         self.taking_in = asyncio.Lock()  # one large body at a time
         self._pools: dict[Address, UpstreamPool] = {}
         self.servers: dict[Hashable, Server] = {}
@@ -173,6 +174,10 @@ class State:
                 server.shared.forget(conversation.key)
             server.placement.forget(conversation.key)
         return True
+
+    def log_bug(self, target: bytes) -> None:
+        """The exception that is being handled is an error of slotpin's own."""
+        self.log.exception("bug", path=target.partition(b"?")[0].decode("latin-1"))
 
     async def close(self) -> None:
         self.neighbours.leave()

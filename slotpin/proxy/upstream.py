@@ -14,7 +14,7 @@ import httptools
 
 from slotpin.pinning.splice import Pieces
 from slotpin.proxy.flow import FlowControl, Wire
-from slotpin.proxy.headers import Headers, framing
+from slotpin.proxy.headers import Headers, ResponseHead, read_response
 
 # llama-server closes an idle connection after 5 s and after 100 requests (cpp-httplib's keep-alive defaults).
 IDLE_SECONDS = 4.0
@@ -73,16 +73,15 @@ def tls_problem(error: Exception) -> str:
 
 
 class Sink(Protocol):
-    """Takes an answer. `on_complete` and `on_broken` end it, and exactly one of them is called, once.
+    """Takes an answer: its head, then of its body what comes in each read, which may be nothing.
 
-    `on_read`: all that came in one read has been handed over, and the answer is not complete yet.
+    `on_complete` and `on_broken` end it, and exactly one of them is called, once.
     """
 
-    def on_head(self, status: int, phrase: bytes, headers: Headers) -> None: ...
-    def on_data(self, data: bytes) -> None: ...
-    def on_read(self) -> None: ...
-    def on_complete(self) -> None: ...
-    def on_broken(self, error: UpstreamError) -> None: ...
+    def on_head(self, status: int, phrase: bytes, head: ResponseHead) -> None: ...
+    def on_read(self, data: bytes) -> None: ...
+    def on_complete(self, data: bytes) -> None: ...
+    def on_broken(self, data: bytes, error: UpstreamError) -> None: ...
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -95,9 +94,12 @@ class UpstreamConnection(asyncio.Protocol):
         self.requests = 0
         self.idle_since = 0.0
         self.closed = False
+        self.is_throttled = False
+        self._pieces: list[bytes] = []  # of the body, what came in the read that is being taken in
+        self.on_body = self._pieces.append  # for httptools
+        self._parser = httptools.HttpResponseParser(self)
         # For one answer.
         self._sink: Sink | None = None
-        self._parser: httptools.HttpResponseParser
         self._method = ""
         self._sent_at = 0.0
         self._phrase = b""
@@ -117,10 +119,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink = sink
         self._method = method
         self._sent_at = self._loop.time()
-        self._phrase, self._headers = b"", []
         self._heard_at = 0.0
         self._until_close = False
-        self._parser = httptools.HttpResponseParser(self)
         if sum(map(len, body)) <= JOINED_BYTES:
             self._wire.write(b"".join((head, *body)))
         else:
@@ -150,6 +150,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def throttle(self, paused: bool) -> None:
         """Stop or go on reading the answer: the client takes it more slowly than the server sends it."""
+        self.is_throttled = paused
         self._wire.read(on=not paused)
 
     def abort(self) -> None:
@@ -175,7 +176,7 @@ class UpstreamConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(UpstreamError(f"its answer is not HTTP/1.1 ({error})"))
         if self._sink is not None:
-            self._sink.on_read()
+            self._sink.on_read(self._taken())
 
     def eof_received(self) -> None:
         if self._sink is not None and self._until_close:
@@ -200,6 +201,7 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        self._phrase, self._headers = b"", []
         if self._sink is None:
             self._wire.abort()  # a second answer to one request
 
@@ -213,48 +215,49 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < 200 or self._sink is None:
             return  # an interim answer: the real one follows
-        length, chunked = framing(self._headers)
+        head = read_response(self._headers)
         has_body = self._method != "HEAD" and status not in (204, 304)
-        self._until_close = has_body and length is None and not chunked
-        self._sink.on_head(status, self._phrase, self._headers)
+        self._until_close = has_body and head.length is None and not head.chunked
+        self._sink.on_head(status, self._phrase, head)
         if self._method == "HEAD":
             # The parser would wait for the body that the head announces.
             self._finish()
             self._wire.abort()
 
-    def on_body(self, data: bytes) -> None:
-        if self._sink is not None:
-            self._sink.on_data(data)
-
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() < 200:
-            self._phrase, self._headers = b"", []
-        elif self._sink is not None:
+        if self._sink is not None and self._parser.get_status_code() >= 200:
             if not self._parser.should_keep_alive():
                 self._wire.close()
                 self.closed = True
             self._finish()
 
+    def _taken(self) -> bytes:
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        return data
+
     def _finish(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            sink.on_complete()
+            sink.on_complete(self._taken())
 
     def _break(self, error: UpstreamError) -> None:
         sink, self._sink = self._sink, None
         self._wire.abort()
         if sink is not None:
-            sink.on_broken(error)
+            sink.on_broken(self._taken(), error)
 
 
 class UpstreamPool:
-    """Kept connections to one server. `acquire` and `release` are the whole life of a use.
+    """Kept connections to one server. `kept` or `connect`, and `release`, are the whole life of a use.
 
     `on_restart` is called when the server closes a connection that it should have kept: it may be another process soon.
     """
 
     def __init__(self, address: Address, connect_seconds: float, on_restart: Callable[[], None]) -> None:
         self.address = address
+        self.host_header = address.host_header
         self._on_restart = on_restart
         self.connect_seconds = connect_seconds
         self._idle: list[UpstreamConnection] = []
@@ -262,22 +265,23 @@ class UpstreamPool:
         self._ssl = ssl.create_default_context() if address.scheme == "https" else None
         self._expiry: asyncio.TimerHandle | None = None
 
-    async def acquire(self, fresh: bool = False) -> UpstreamConnection:
-        """A connection that is ready for a request; raises UpstreamError. `fresh`: not a kept one."""
+    def kept(self) -> UpstreamConnection | None:
+        """A connection that was used before and is ready for a request."""
         now = asyncio.get_running_loop().time()
-        while self._idle and not fresh:
+        while self._idle:
             connection = self._idle.pop()
             if connection.reusable and now - connection.idle_since < IDLE_SECONDS:
                 return connection
             connection.abort()
-        return await self._connect()
+        return None
 
     def release(self, connection: UpstreamConnection) -> None:
         """Keep the connection when its answer is complete, else close it."""
         if not connection.reusable:
             connection.abort()
             return
-        connection.throttle(False)
+        if connection.is_throttled:
+            connection.throttle(False)
         loop = asyncio.get_running_loop()
         connection.idle_since = loop.time()
         self._idle.append(connection)
@@ -292,7 +296,8 @@ class UpstreamPool:
             connection.abort()
         self._idle.clear()
 
-    async def _connect(self) -> UpstreamConnection:
+    async def connect(self) -> UpstreamConnection:
+        """A new connection; raises UpstreamError."""
         try:
             async with asyncio.timeout(self.connect_seconds):
                 connection = await self._open()

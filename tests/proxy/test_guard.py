@@ -90,7 +90,7 @@ async def test_names_that_are_allowed() -> None:
 
 @on_loop
 async def test_the_host_is_not_looked_at_where_others_can_connect_anyway() -> None:
-    head = RequestHead("GET", b"/", [], False, True, b"box.example")
+    head = RequestHead("GET", b"/", [(b"Host", b"box.example")], False, True)
     assert Guard(Listen(host="0.0.0.0"), on_loopback=False).refusal(head) is None
     assert Guard(Listen(host="0.0.0.0", allowed_hosts=("other.example",)), on_loopback=False).refusal(head) is not None
     async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
@@ -102,7 +102,7 @@ async def test_the_host_is_not_looked_at_where_others_can_connect_anyway() -> No
 def test_no_number_of_names_grows_the_memory() -> None:
     guard = Guard(Listen(), on_loopback=True)
     for number in range(10_000):
-        head = RequestHead("GET", b"/", [], False, True, b"%d.localhost" % number)
+        head = RequestHead("GET", b"/", [(b"Host", b"%d.localhost" % number)], False, True)
         assert guard.refusal(head) is None
     assert len(guard._allowed) < 100
 
