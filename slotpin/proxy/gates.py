@@ -84,15 +84,26 @@ class Gates:
         """Whether nobody would have to wait there."""
         return slot is None or slot not in self._gates or self._gates[slot].free
 
-    async def enter(self, slot: int | None, who: str, width: int = 1) -> Pass:
-        """Wait for the slot's gate. Whoever is cancelled while waiting has given up the place."""
+    def enter_now(self, slot: int | None, who: str, width: int = 1) -> Pass | None:
+        """Through the slot's gate if that is open; else None."""
         entering = Pass(slot, who, self._clock(), width)
         if slot is None:
             return entering
-        gate = self._gates.setdefault(slot, _Gate())
-        if gate.free:
+        gate = self._gates.get(slot)
+        if gate is None:
+            self._gates[slot] = _Gate(holder=entering)
+        elif gate.free:
             gate.holder = entering
-            return entering
+        else:
+            return None
+        return entering
+
+    async def enter(self, slot: int | None, who: str, width: int = 1) -> Pass:
+        """Wait for the slot's gate. Whoever is cancelled while waiting has given up the place."""
+        if (entered := self.enter_now(slot, who, width)) is not None:
+            return entered
+        assert slot is not None  # else there is no gate to wait for
+        entering, gate = Pass(slot, who, self._clock(), width), self._gates[slot]
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place = (entering, opened)
         gate.waiting.append(place)

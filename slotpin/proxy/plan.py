@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from slotpin.pinning.bindings import Binding
-from slotpin.pinning.conversations import Conversation, parent_ids, session_ids
+from slotpin.pinning.conversations import Conversation, SessionId, parent_ids, session_ids
 from slotpin.pinning.decision import (
     Action,
     Decision,
@@ -32,6 +31,7 @@ from slotpin.pinning.turn import Difference, Turn, difference, read_turn
 from slotpin.proxy.headers import RequestHead
 from slotpin.proxy.server import Server
 from slotpin.proxy.sharing.admission import without_slot
+from slotpin.proxy.sharing.shared import Shared
 from slotpin.proxy.sharing.together import place_together, tickets
 from slotpin.proxy.state import Running, State
 
@@ -83,8 +83,20 @@ class Plan:
         return splice(self.raw, members, self.body.request.nulls)
 
 
+@dataclass(slots=True)
+class _Read:
+    """What was read in a body. `request` is the body's, as the server on this route takes it."""
+
+    body: Body
+    classified: Classified
+    turn: Turn
+    request: Request
+
+
 class Planner:
     """For one exchange: its id, its head and the settings that it began with."""
+
+    __slots__ = ("_head", "_id", "_running", "_state")
 
     def __init__(self, state: State, running: Running, exchange_id: str, head: RequestHead) -> None:
         self._state = state
@@ -100,70 +112,48 @@ class Planner:
             raw,
         )
 
-    async def plan(self, route: Route, raw: Text) -> Plan:
-        taken_in = await self._take_in(route, raw)
-        if taken_in is None:
-            plan = self.unread(route, Reason.NOT_JSON_OBJECT, raw)
-            plan.server, _ = await self._server(None)
-            plan.tracked = self._shares_slots
-            return plan
-        body, classified, turn = taken_in
-        server, probed = await self._server(body.model)
-        request = replace(body.request, fans_out=True) if body.completions > 1 else body.request
-        if route.shape is Shape.ANTHROPIC:
-            request = replace(request, route_pins=isinstance(probed, Topology) and await server.is_patched())
-        ids = session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
-        plan = Plan(classified, Decision(Action.LEAVE, Reason.DISABLED), raw, body, probed, server)
-        shared = server.shared if self._shares_slots else None
-        if shared is not None:
-            await shared.prepare(server.is_patched)
-        if classified.role is Role.MAIN:
-            conversation = self._conversation(plan, ids, turn, body)
-            decide = partial(self._main, plan, server, request, conversation)
-            if shared is None:
-                decide()
-            else:
-                await place_together(plan, server, shared, self._running.pin, decide)
-            self._bind(plan, server, conversation)
-        else:
-            await self._side(plan, server, request, ids, turn, body)
-        if shared is not None and not shared.open:
-            plan.decision = without_slot(plan)
-        self._find_gate(plan, request, server)
-        plan.tracked = self._shares_slots
-        chosen = plan.decision.action is Action.PIN and plan.decision.reason is not Reason.VOUCHED
-        if chosen and not server.pinning_helps(self._running.retry_seconds):
-            plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
+    def plan_now(self, route: Route, raw: Text) -> Plan | None:
+        """The plan where nothing has to be waited for. Else None, and nothing has been done: `plan` does it."""
+        if len(raw) >= LARGE_BYTES or (where := self._where_now(route)) is None:
+            return None
+        server, probed, heeds_id = where
+        if (read := self._read(route, raw)) is None:
+            return self._unreadable(route, raw, server)
+        plan = self._begin(raw, read, server, probed, heeds_id=heeds_id)
+        self._decide(plan, read)
         return plan
 
-    async def _take_in(self, route: Route, raw: Text) -> tuple[Body, Classified, Turn] | None:
-        """Large bodies one after the other, with pauses: in the milliseconds that each takes nothing else is done."""
-        assert route.shape is not None
-        if len(raw) < LARGE_BYTES:
-            body = read_body(raw)
-            return None if body is None else (body, self._classify(route, body), read_turn(body, route.shape))
-        async with self._state.taking_in:
-            await asyncio.sleep(0)
-            body = read_body(raw)
-            await asyncio.sleep(0)
-            if body is None:
-                return None
-            classified = self._classify(route, body)
-            await asyncio.sleep(0)
-            return body, classified, read_turn(body, route.shape)
+    async def plan(self, route: Route, raw: Text) -> Plan:
+        """The same with all that may have to be waited for: large bodies, the server's answers, other slotpins."""
+        read = self._read(route, raw) if len(raw) < LARGE_BYTES else await self._read_large(route, raw)
+        if read is None:
+            server, _ = await self._server(None)
+            return self._unreadable(route, raw, server)
+        server, probed = await self._server(read.body.model)
+        heeds_id = route.shape is not Shape.ANTHROPIC or (isinstance(probed, Topology) and await server.is_patched())
+        plan = self._begin(raw, read, server, probed, heeds_id=heeds_id)
+        if server.shared is not None and self._shares_slots:
+            await self._decide_together(plan, read, server.shared)
+        else:
+            self._decide(plan, read)
+        return plan
 
-    @property
-    def _shares_slots(self) -> bool:
-        return self._running.pin.enabled is not False and self._running.pin.same_endpoint
-
-    def _find_gate(self, plan: Plan, request: Request, server: Server) -> None:
-        """Of the slot that the request will run in, also where it names that in a way that is left as it is."""
-        known = server.known.count if server.known is not None else 0
-        if isinstance(request.client_id, Unpredictable) and request.route_pins and known:
-            plan.gate = request.client_id.lands_on(known)
-            plan.names_slot = plan.gate is not None
-        elif (slot := plan.decision.slot) is not None:
-            plan.gate = normalise(slot, known) if known else slot
+    def _where_now(self, route: Route) -> tuple[Server, Probed | None, bool] | None:
+        """The server, its slots where they are needed, and whether it heeds `id_slot` on the route; None where that has
+        to be asked for, or others share the slots."""
+        state, target = self._state, self._running.probe_target
+        server = state.server(target)
+        if server.shared is not None and self._shares_slots:
+            return None
+        if not self._running.pin.needs_topology:
+            return server, None, route.shape is not Shape.ANTHROPIC
+        topology = server.fresh()
+        if topology is None or state.probe.has_models(target):
+            return None
+        if route.shape is not Shape.ANTHROPIC:
+            return server, topology, True
+        patched = server.known_patched
+        return None if patched is None else (server, topology, patched)
 
     async def _server(self, model: str | None) -> tuple[Server, Probed | None]:
         """The server that the request will run on, and its slots where they are needed."""
@@ -181,46 +171,124 @@ class Planner:
             await server.topology()
         return server, probed
 
-    def _conversation(self, plan: Plan, ids: Sequence[tuple[str, str]], turn: Turn, body: Body) -> Conversation:
+    def _read(self, route: Route, raw: Text) -> _Read | None:
+        assert route.shape is not None
+        body = read_body(raw)
+        if body is None:
+            return None
+        return _Read(body, self._classify(route, body), read_turn(body, route.shape), body.request)
+
+    async def _read_large(self, route: Route, raw: Text) -> _Read | None:
+        """One after the other, with pauses: in the milliseconds that each takes nothing else is done."""
+        assert route.shape is not None
+        async with self._state.taking_in:
+            await asyncio.sleep(0)
+            body = read_body(raw)
+            await asyncio.sleep(0)
+            if body is None:
+                return None
+            classified = self._classify(route, body)
+            await asyncio.sleep(0)
+            return _Read(body, classified, read_turn(body, route.shape), body.request)
+
+    def _unreadable(self, route: Route, raw: Text, server: Server) -> Plan:
+        plan = self.unread(route, Reason.NOT_JSON_OBJECT, raw)
+        plan.server, plan.tracked = server, self._shares_slots
+        return plan
+
+    def _begin(self, raw: Text, read: _Read, server: Server, probed: Probed | None, *, heeds_id: bool) -> Plan:
+        """A plan that is not decided yet."""
+        if read.body.completions > 1:
+            read.request = replace(read.request, fans_out=True)
+        if not heeds_id:
+            read.request = replace(read.request, route_pins=False)
+        undecided = Decision(Action.LEAVE, Reason.DISABLED)
+        return Plan(read.classified, undecided, raw, read.body, probed, server, tracked=self._shares_slots)
+
+    def _decide(self, plan: Plan, read: _Read) -> None:
+        if read.classified.role is Role.MAIN:
+            conversation = self._conversation(plan, read)
+            self._main(plan, read, conversation)
+            self._bind(plan, conversation)
+        else:
+            self._side(plan, read, None)
+        self._finish(plan, read)
+
+    async def _decide_together(self, plan: Plan, read: _Read, shared: Shared) -> None:
+        """Where other slotpins have the same slots."""
+        server = _server_of(plan)
+        await shared.prepare(server.is_patched)
+        if read.classified.role is Role.MAIN:
+            conversation = self._conversation(plan, read)
+            decide = partial(self._main, plan, read, conversation)
+            await place_together(plan, server, shared, self._running.pin, decide)
+            self._bind(plan, conversation)
+        else:
+            await shared.refresh()
+            self._side(plan, read, shared)
+        if not shared.open:
+            plan.decision = without_slot(plan)
+        self._finish(plan, read)
+
+    def _finish(self, plan: Plan, read: _Read) -> None:
+        server = _server_of(plan)
+        self._find_gate(plan, read.request, server)
+        chosen = plan.decision.action is Action.PIN and plan.decision.reason is not Reason.VOUCHED
+        if chosen and not server.pinning_helps(self._running.retry_seconds):
+            plan.decision = unpinned(plan.decision, Reason.PINNING_STOPPED)
+
+    @property
+    def _shares_slots(self) -> bool:
+        return self._running.pin.enabled is not False and self._running.pin.same_endpoint
+
+    def _find_gate(self, plan: Plan, request: Request, server: Server) -> None:
+        """Of the slot that the request will run in, also where it names that in a way that is left as it is."""
+        known = server.known.count if server.known is not None else 0
+        if isinstance(request.client_id, Unpredictable) and request.route_pins and known:
+            plan.gate = request.client_id.lands_on(known)
+            plan.names_slot = plan.gate is not None
+        elif (slot := plan.decision.slot) is not None:
+            plan.gate = normalise(slot, known) if known else slot
+
+    def _conversation(self, plan: Plan, read: _Read) -> Conversation:
         """The one whose turn this is."""
-        conversations = self._state.conversations
+        conversations, body, turn = self._state.conversations, read.body, read.turn
+        ids = self._session_ids(body)
         before = conversations.find(ids, turn, body.model)
         plan.change = difference(before.turn, turn, body) if before is not None else None
         plan.conversation = conversations.take(before, ids, turn, body.model, self._state.clock())
         return plan.conversation
 
-    def _main(self, plan: Plan, server: Server, request: Request, conversation: Conversation) -> None:
+    def _main(self, plan: Plan, read: _Read, conversation: Conversation) -> None:
         """Decide on a turn of a conversation, and give that a slot."""
-        decision = decide_main(self._running.pin, plan.probed, request)
+        decision = decide_main(self._running.pin, plan.probed, read.request)
         if isinstance(plan.probed, Topology) and (slot := decision.slot) is not None:
+            server = _server_of(plan)
             if decision.action is Action.PIN:
                 decision = self._placed(decision, plan.probed, server, conversation)
             else:
                 server.placement.note(conversation.key, slot, self._state.clock())
         plan.decision = decision
 
-    def _bind(self, plan: Plan, server: Server, conversation: Conversation) -> None:
+    def _bind(self, plan: Plan, conversation: Conversation) -> None:
         """The decision to the exchange."""
         slot_ids = plan.probed.ids if isinstance(plan.probed, Topology) else None
-        generation = self._running.pin.generation
-        binding = Binding(self._id, conversation.key, plan.decision, generation, slot_ids, server.model)
+        generation, model = self._running.pin.generation, _server_of(plan).model
+        binding = Binding(self._id, conversation.key, plan.decision, generation, slot_ids, model)
         self._state.bindings.open(binding)
 
     def _placed(self, decision: Decision, topology: Topology, server: Server, conversation: Conversation) -> Decision:
-        pin, gates = self._running.pin, server.gates
+        pin, placement, now = self._running.pin, server.placement, self._state.clock()
         main, compactor = normalise(pin.main_id, topology.count), normalise(pin.compactor_id, topology.count)
         if (left := conversation.left) is not None and left.slot is None:
             found = server.find(conversation.key, left)
             if found is not None and found != compactor:
-                server.placement.note(conversation.key, found, self._state.clock())
-        place = partial(
-            server.placement.place,
-            *(conversation.key, topology, main, compactor, self._running.settings.conversations.slots),
-            *(gates if server.shared is None else {*gates, *server.shared.busy}, self._state.clock()),
-        )
-        where = place()
+                placement.note(conversation.key, found, now)
+        busy = server.gates if server.shared is None else {*server.gates, *server.shared.busy}
+        slots = self._running.settings.conversations.slots
+        where = placement.place(conversation.key, topology, main, compactor, slots, busy, now)
         if where.shared and self._makes_room(server, main, conversation):
-            where = place()
+            where = placement.place(conversation.key, topology, main, compactor, slots, busy, now)
         shared = f"--parallel {where.enough} would be enough" if where.shared else ""
         return placed(decision, where.slot, shared=shared)
 
@@ -233,13 +301,10 @@ class Planner:
         server.placement.forget(holder.key)
         return True
 
-    async def _side(
-        self, plan: Plan, server: Server, request: Request, ids: Sequence[tuple[str, str]], turn: Turn, body: Body
-    ) -> None:
-        state, pin = self._state, self._running.pin
-        shared = server.shared if self._shares_slots else None
-        if shared is not None:
-            await shared.refresh()
+    def _side(self, plan: Plan, read: _Read, shared: Shared | None) -> None:
+        """Decide on a request that is no turn of a conversation. `shared` only where the slots are."""
+        state, pin, server = self._state, self._running.pin, _server_of(plan)
+        body, turn, request = read.body, read.turn, read.request
         if plan.classified.found_by not in ("path", "header"):
             extended = state.conversations.extended_by(turn, body.model)
             slot = server.placement.slot_of(extended.key) if extended is not None else None
@@ -251,6 +316,7 @@ class Planner:
                 plan.decision = replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
                 return
         running = self._running
+        ids = self._session_ids(body)
         parents = parent_ids(self._head.get, body, running.session_headers, running.session_fields)
         named = state.conversations.named(ids) or state.conversations.named(parents)
         conversation = named.key if named is not None else _NOBODY if ids else ""
@@ -266,6 +332,9 @@ class Planner:
             if shared is not None:
                 shared.compactor_used()
         plan.decision = decision
+
+    def _session_ids(self, body: Body) -> list[SessionId]:
+        return session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
 
     def _classify(self, route: Route, body: Body) -> Classified:
         return classify(
@@ -292,6 +361,11 @@ class Planner:
         scheme, _, token = (self._head.get(b"authorization") or b"").partition(b" ")
         key = token.strip() if scheme.lower() == b"bearer" else self._head.get(b"x-api-key")
         return key.decode("latin-1") if key else None
+
+
+def _server_of(plan: Plan) -> Server:
+    assert plan.server is not None
+    return plan.server
 
 
 # What takes longer than all else that is done for a request.

@@ -64,9 +64,13 @@ class Probe:
 
     async def topology(self, target: Target) -> Probed:
         """The server's slots, at most five seconds old, or why they are not known."""
-        if (kept := self._verified.get(target)) is not None:
-            return kept[0]
-        return await self._shared(target)
+        kept = self.fresh(target)
+        return kept if kept is not None else await self._shared(target)
+
+    def fresh(self, target: Target) -> Topology | None:
+        """The same where nobody has to be asked."""
+        kept = self._verified.get(target)
+        return kept[0] if kept is not None else None
 
     async def look(self, target: Target) -> Probed:
         """The server's slots as they are from now on: not an answer that is on its way already."""

@@ -78,6 +78,13 @@ class Server:
         """The slots, at most five seconds old."""
         return self._take(await self._probe.topology(self.target))
 
+    def fresh(self) -> Topology | None:
+        """The slots where they need not be asked for."""
+        kept = self._probe.fresh(self.target)
+        if kept is not None:
+            self._take(kept)
+        return kept
+
     async def look(self) -> Probed:
         """The slots as they are now."""
         return self._take(await self._probe.look(self.target))
@@ -86,6 +93,12 @@ class Server:
         """Whether it has all of slotpin's patches: then it heeds `id_slot` on the Anthropic route, restores what an
         emptied slot held, and takes a request for a busy slot without harm."""
         return is_patched(await self._probe.build(self.target))
+
+    @property
+    def known_patched(self) -> bool | None:
+        """The same as far as it was asked for; None where `is_patched` has to ask."""
+        build = self._probe.known_build(self.target)
+        return None if build is None else is_patched(build)
 
     def pinning_helps(self, retry_seconds: float) -> bool:
         """False while the server is known to clear idle slots; after `retry_seconds` that has to be seen again."""
@@ -137,26 +150,28 @@ class Server:
         mark = self._marks.get(key)
         return self._ran.get(slot, key) != key or (mark is not None and mark.strays != self._strays)
 
-    async def holds(self, key: str, left: Left, slot: int) -> bool | None:
-        """Whether the slot still holds what this conversation left there. None: no way to tell, or no need.
+    def has_to_look(self, key: str, left: Left) -> bool:
+        """Whether `holds` can tell only after another look.
 
-        Asks the server only where an answer can change something: while it isn't known whether idle slots are
-        cleared, and something else has run since.
+        Only where an answer can change something: while it isn't known whether idle slots are cleared, and something
+        else has run since.
         """
         mark = self._marks.get(key)
-        if mark is None or left.epoch != self.epoch:
+        if mark is None or left.epoch != self.epoch or self.clears_idle_slots is not None:
+            return False
+        return self._begun > mark.begun and not self._looked_since(mark)
+
+    def holds(self, key: str, left: Left, slot: int) -> bool | None:
+        """Whether the slot still held what this conversation left there, at the last look. None: no way to tell."""
+        mark = self._marks.get(key)
+        if mark is None or left.epoch != self.epoch or not self._looked_since(mark):
             return None
-        others_begun = self._begun > mark.begun
-        if not self._looked_since(mark):
-            if not others_begun or self.clears_idle_slots is not None:
-                return None
-            await self.look()
         found = self._topology.slot(slot) if self._topology is not None else None
-        if found is None or not self._looked_since(mark) or left.epoch != self.epoch:
+        if found is None:
             return None
         untouched = not self.other_ran(key, slot)
         if not found.tokens:
-            if others_begun and untouched:
+            if untouched and self._begun > mark.begun:
                 self.clears_idle_slots = True
                 self._stopped_at = self._clock()
             return False
@@ -207,7 +222,7 @@ class Server:
             self._topology, self._asked_at, self._taken_at = topology, asked_at, self._clock()
             self._answered.clear()
             self.gates.observe(topology, asked_at)
-            spoils = self.shared is None and not is_patched(self._probe.known_build(self.target) or "")
+            spoils = self.shared is None and not self.known_patched
             if spoils and self.gates.suspect(topology, asked_at):
                 self._on_stranger()
         return probed
