@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
-
-from cachetools import LRUCache
+import msgspec
+from msgspec.structs import replace
 
 from slotpin.pinning.decision import Decision
+from slotpin.pinning.recent import Recent
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(msgspec.Struct, frozen=True):
     """`generation` counts changes of the slot settings; `slot_ids` is the topology it was made on, None if unknown.
     `model` is a router's, whose models have slots of their own; empty elsewhere."""
 
@@ -34,7 +32,7 @@ class Bindings:
         self._open: dict[str, Binding] = {}
         # The requests of each conversation that are open, in the order of their arrival.
         self._requests: dict[str, dict[str, None]] = {}
-        self._ended: LRUCache[Hashable, Binding] = LRUCache(max_ended)
+        self._ended: Recent[str, Binding] = Recent(max_ended)
 
     def open(self, binding: Binding) -> None:
         """A new main request ends the ticket that the one before it left for its conversation."""

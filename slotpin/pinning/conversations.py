@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cachetools import LRUCache
 from xxhash import xxh3_128_hexdigest
 
+from slotpin.pinning.recent import Recent
 from slotpin.pinning.request import Body, read_member
 from slotpin.pinning.turn import Turn
 
@@ -173,11 +173,11 @@ class Conversations:
         self._on_forget = on_forget
         self._all: dict[str, Conversation] = {}
         # Only the order of use.
-        self._known: LRUCache[str, None] = LRUCache(max_known)
-        self._passing: LRUCache[str, None] = LRUCache(max_passing)
+        self._known: Recent[str, None] = Recent(max_known)
+        self._passing: Recent[str, None] = Recent(max_passing)
         # The latest id of each conversation from each source; and the ids that it had before.
         self._by_id: dict[SessionId, str] = {}
-        self._earlier: LRUCache[SessionId, str] = LRUCache(max_known + max_passing)
+        self._earlier: Recent[SessionId, str] = Recent(max_known + max_passing)
         # Digest of a first or late message -> the conversations that have it, and where in their messages.
         self._landmarks: dict[int, dict[str, int]] = {}
         self._count = 0
@@ -360,9 +360,8 @@ class Conversations:
         if is_known:
             self._passing.pop(key, None)
         segment = self._known if is_known else self._passing
-        if key not in segment and len(segment) >= segment.maxsize:
-            oldest, _ = segment.popitem()
-            self.forget(oldest)
+        if key not in segment and len(segment) >= segment.size:
+            self.forget(next(iter(segment)))
         segment[key] = None
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from slotpin.pinning.ids import Absent, Explicit, Unpredictable, normalise
 from slotpin.pinning.reasons import Reason, explain
@@ -52,8 +55,7 @@ class Action(enum.StrEnum):
     REFUSE = "refuse"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """`slot` is where the request will run, None where the server chooses.
 
     `add_id` and `add_cache_prompt` say which members go into the body, and are only ever set with PIN. `unsafe`:
@@ -122,8 +124,7 @@ def decide_compactor(
             return _pin(Reason.PINNED, slots.compactor, request)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
+class _Slots(msgspec.Struct, frozen=True):
     main: int
     compactor: int
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from cachetools import LRUCache, TTLCache
+import msgspec
 
 from slotpin.pinning.ids import normalise
+from slotpin.pinning.recent import Recent
 from slotpin.pinning.topology import Topology
 
 # The main slot goes to another conversation only after its own has been silent for so long; and for so long a
@@ -18,8 +18,7 @@ IDLE_LIMIT = 3600.0
 _MAX_CONVERSATIONS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """`shared`: no slot was left for this conversation alone. `enough`: the `--parallel` that would do."""
 
     slot: int
@@ -27,11 +26,17 @@ class Placed:
     enough: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Home:
+class _Home(msgspec.Struct, frozen=True):
     """`used`: when its conversation was last there, in the caller's seconds."""
 
     key: str
+    used: float
+
+
+class _Lately(msgspec.Struct, frozen=True):
+    """`turns` in a row, none of them `IDLE_LIMIT` after the one before; `used` is the last one's time."""
+
+    turns: int
     used: float
 
 
@@ -52,8 +57,8 @@ class Placement:
         self._home_of: dict[str, int] = {}
         self._owner: dict[int, str] = {}
         # By conversation: where it was placed last, and how often lately.
-        self._last_slot: LRUCache[str, int] = LRUCache(_MAX_CONVERSATIONS)
-        self._lately: TTLCache[str, int] = TTLCache(_MAX_CONVERSATIONS, IDLE_LIMIT, timer=lambda: self._now)
+        self._last_slot: Recent[str, int] = Recent(_MAX_CONVERSATIONS)
+        self._lately: Recent[str, _Lately] = Recent(_MAX_CONVERSATIONS)
 
     def place(
         self,
@@ -188,7 +193,11 @@ class Placement:
 
     def _enough(self, key: str) -> int:
         """Slots for the conversations seen lately and a compactor; a single request is no conversation yet."""
-        return max(3, sum(turns > 1 or other == key for other, turns in self._lately.items()) + 1)
+        since = self._now - IDLE_LIMIT
+        lately = (
+            other for other, seen in self._lately.items() if seen.used > since and (seen.turns > 1 or other == key)
+        )
+        return max(3, sum(1 for _ in lately) + 1)
 
     def _move(self, key: str, slot: int, now: float) -> None:
         former = self._homes.get(slot)
@@ -209,7 +218,9 @@ class Placement:
         self._now = now
         self._owner[slot] = key
         self._last_slot[key] = slot
-        self._lately[key] = self._lately.get(key, 0) + 1
+        before = self._lately.get(key)
+        in_a_row = before is not None and now - before.used < IDLE_LIMIT
+        self._lately[key] = _Lately(before.turns + 1 if before is not None and in_a_row else 1, now)
 
 
 def _is_further(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from slotpin.pinning.request import Opening
 
@@ -36,16 +38,21 @@ class Recogniser:
     user: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
 
-    def matches(self, model: str | None, api_key: str | None, opening: Callable[[], Opening]) -> bool:
-        """`opening` is called only where a condition on text is left to check: reading it costs most."""
-        if self.model is not None and model != self.model:
-            return False
-        if self.api_key is not None and api_key != self.api_key:
-            return False
+    @property
+    def by_text(self) -> bool:
+        """Whether it has a condition on text."""
+        return bool(self.system or self.user or self.last)
+
+    def is_from(self, model: str | None, api_key: str | None) -> bool:
+        """Whether all conditions but those on text hold."""
+        return self.model in (None, model) and self.api_key in (None, api_key)
+
+    def opens(self, opening: Opening) -> bool:
+        """Whether all conditions on text hold."""
         return (
-            (not self.system or _opens(opening().system, self.system))
-            and (not self.user or _opens(opening().user, self.user))
-            and (not self.last or _opens(opening().last, self.last))
+            (not self.system or _opens(opening.system, self.system))
+            and (not self.user or _opens(opening.user, self.user))
+            and (not self.last or _opens(opening.last, self.last))
         )
 
 
@@ -59,15 +66,22 @@ class Recognisers:
     def __init__(self, rules: Iterable[Recogniser]) -> None:
         self._rules = tuple(rules)
         # Most requests match none, and one look at all openings together shows it.
-        self._all_by_text = all(rule.system or rule.user or rule.last for rule in self._rules)
+        self._all_by_text = all(rule.by_text for rule in self._rules)
         self._system = tuple(text for rule in self._rules for text in rule.system)
         self._user = tuple(text for rule in self._rules for text in rule.user)
         self._last = tuple(text for rule in self._rules for text in rule.last)
 
     def find(self, model: str | None, api_key: str | None, opening: Callable[[], Opening]) -> Recogniser | None:
-        if self._all_by_text and not self._any_opens(opening()):
+        """`opening` is called once at the most, and only where a condition on text is left to check: it costs most."""
+        read = None
+        if self._all_by_text and not self._any_opens(read := opening()):
             return None
-        return next((rule for rule in self._rules if rule.matches(model, api_key, opening)), None)
+        for rule in self._rules:
+            if not rule.is_from(model, api_key):
+                continue
+            if not rule.by_text or rule.opens(read := read or opening()):
+                return rule
+        return None
 
     def _any_opens(self, opening: Opening) -> bool:
         return (
@@ -170,8 +184,7 @@ NO_RECOGNISERS = Recognisers(())
 BUILTIN_NAMES: tuple[str, ...] = tuple(dict.fromkeys(rule.name for rule in BUILTIN))
 
 
-@dataclass(frozen=True, slots=True)
-class Classified:
+class Classified(msgspec.Struct, frozen=True):
     """A request's role, and how it was found: `path`, `header`, a recogniser's name, or `default`."""
 
     role: Role
@@ -190,7 +203,7 @@ def classify(
 ) -> Classified:
     """`on_unsafe` is the client's own word, which holds whatever its role was found by."""
     found = _found(path_role, header_role, recognisers, model, api_key, opening)
-    return found if on_unsafe is None else replace(found, on_unsafe=on_unsafe)
+    return found if on_unsafe is None else msgspec.structs.replace(found, on_unsafe=on_unsafe)
 
 
 def _found(

@@ -39,25 +39,20 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Slots with distinct ids, in the server's order."""
+    """Slots with distinct ids, in the server's order. `counts_from_0`: the ids are 0 … n-1, in whatever order."""
 
     slots: tuple[Slot, ...]
     # Made once: each decision reads them several times.
     ids: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    count: int = field(init=False, repr=False, compare=False)
+    counts_from_0: bool = field(init=False, repr=False, compare=False)
     _by_id: dict[int, Slot] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(slot.id for slot in self.slots))
+        object.__setattr__(self, "count", len(self.slots))
+        object.__setattr__(self, "counts_from_0", set(self.ids) == set(range(len(self.slots))))
         object.__setattr__(self, "_by_id", {slot.id: slot for slot in self.slots})
-
-    @property
-    def count(self) -> int:
-        return len(self.slots)
-
-    @property
-    def counts_from_0(self) -> bool:
-        """Whether the ids are 0 … n-1, in whatever order."""
-        return self._by_id.keys() == set(range(len(self.slots)))
 
     def slot(self, slot_id: int) -> Slot | None:
         return self._by_id.get(slot_id)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from slotpin.pinning.message_end import Shape
-from slotpin.pinning.request import Body
+from slotpin.pinning.request import Body, read_role
 
 _SYSTEM = ("system", "developer")
 # Names that may be shown: a role is the client's own text, and could be anything.
@@ -42,14 +42,13 @@ _BILLING = re.compile(rb'("x-anthropic-billing-header:[^"]*?cch=)[^;"]{5}(?=;)')
 _VERSION = re.compile(rb'("x-anthropic-billing-header: cc_version=)[^;"]*(?=;)')
 
 # What stands before such a summary: Pi (its core/messages.js). And how soon it comes in the message's JSON, in bytes.
-_SUMMARY_FOLLOWS = (b"The conversation history before this point was compacted into the following summary:",)
+_SUMMARY_FOLLOWS = b"The conversation history before this point was compacted into the following summary:"
 _SOON = 200
 
 _Text = bytes | msgspec.Raw
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """Digests of 64 bits of one request.
 
     `messages`: in order, without the system messages at the front, of which there were `offset`. `opening`: of system
@@ -79,22 +78,21 @@ class Difference:
 def read_turn(body: Body, shape: Shape) -> Turn:
     """Read any of the request shapes. Those without anything that can be read are all of one conversation."""
     turn = _read(body, shape)
-    return turn if turn.messages else replace(turn, messages=(_NOTHING,))
+    return turn if turn.messages else msgspec.structs.replace(turn, messages=(_NOTHING,))
 
 
 def _read(body: Body, shape: Shape) -> Turn:
     fields = body.fields
     if shape is Shape.NATIVE:
         return Turn((_INFILL,) if _fills(body) else _prompt(fields.prompt), 0, 0)
-    if shape is Shape.CHAT and not body.messages and bytes(fields.prompt):  # OpenAI completions
+    if shape is Shape.CHAT and not body.messages and fields.prompt:  # OpenAI completions
         return Turn(_prompt(fields.prompt), 0, 0)
     elements = body.items if shape is Shape.RESPONSES else body.messages
     if shape is Shape.RESPONSES and not elements:
         return Turn(_prompt(body.input_text), _digest_of(_head(body, shape)), 0)
     offset = _offset(elements)
     digests = tuple(map(_digest_without_marks if shape is Shape.ANTHROPIC else xxh3_64_intdigest, elements[offset:]))
-    first = bytes(memoryview(elements[offset])[:_SOON]) if digests else b""
-    compacted = any(text in first for text in _SUMMARY_FOLLOWS)
+    compacted = bool(digests) and _SUMMARY_FOLLOWS in bytes(memoryview(elements[offset])[:_SOON])
     return Turn(digests, _digest_of((*_head(body, shape), *elements[:offset])), offset, compacted)
 
 
@@ -133,27 +131,26 @@ def _offset(elements: Sequence[msgspec.Raw]) -> int:
     return 0
 
 
-class _Named(msgspec.Struct):
-    role: str = ""
+class _Item(msgspec.Struct):
     type: str = ""
 
 
-_named_decoder = msgspec.json.Decoder(_Named)
+_item_decoder = msgspec.json.Decoder(_Item)
 
 
 def _role(element: msgspec.Raw) -> str:
+    if role := read_role(element):
+        return role if role in _ROLES else ""
     try:
-        named = _named_decoder.decode(element)
+        kind = _item_decoder.decode(element).type
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
-    if named.role:
-        return named.role if named.role in _ROLES else ""
-    return named.type if named.type in _ITEM_TYPES else ""
+    return kind if kind in _ITEM_TYPES else ""
 
 
 def _fills(body: Body) -> bool:
     """/infill asks for both of these; /completion doesn't read them (server-context.cpp)."""
-    return bool(bytes(body.fields.input_prefix) and bytes(body.fields.input_suffix))
+    return bool(body.fields.input_prefix and body.fields.input_suffix)
 
 
 def _prompt(raw: msgspec.Raw) -> tuple[int, ...]:
@@ -176,8 +173,12 @@ def _head(body: Body, shape: Shape) -> tuple[_Text, ...]:
 
 
 def _digest_of(texts: Iterable[_Text]) -> int:
-    digests = [0 if bytes(text) in (b"", b"null", b"[]") else xxh3_64_intdigest(text) for text in texts]
+    digests = [0 if _is_empty(text) else xxh3_64_intdigest(text) for text in texts]
     return xxh3_64_intdigest(repr(digests).encode()) if any(digests) else 0
+
+
+def _is_empty(text: _Text) -> bool:
+    return not text or (memoryview(text).nbytes <= 4 and bytes(text) in (b"null", b"[]"))
 
 
 def _digest_without_marks(message: msgspec.Raw) -> int:

@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachetools import LRUCache
-
 from slotpin.pinning.decision import Probed, Unverified
+from slotpin.pinning.recent import Recent
 from slotpin.pinning.topology import Topology
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Gates:
         self._strayed_at = float("-inf")
         self._looked_at = float("-inf")
         # When a slot's gate was left last: what a look showed there before is old.
-        self._left_at: LRUCache[int, float] = LRUCache(1024)
+        self._left_at: Recent[int, float] = Recent(1024)
         self._watcher: asyncio.Task[None] | None = None
 
     def is_open(self, slot: int | None) -> bool:

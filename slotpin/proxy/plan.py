@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+
+from msgspec import structs
 
 from slotpin.pinning.bindings import Binding
 from slotpin.pinning.conversations import Conversation, SessionId, parent_ids, session_ids
@@ -198,12 +200,9 @@ class Planner:
 
     def _begin(self, raw: Text, read: _Read, server: Server, probed: Probed | None, *, heeds_id: bool) -> Plan:
         """A plan that is not decided yet."""
-        if read.body.completions > 1:
-            read.request = replace(read.request, fans_out=True)
         if not heeds_id:
-            read.request = replace(read.request, route_pins=False)
-        undecided = Decision(Action.LEAVE, Reason.DISABLED)
-        return Plan(read.classified, undecided, raw, read.body, probed, server, tracked=self._shares_slots)
+            read.request = structs.replace(read.request, route_pins=False)
+        return Plan(read.classified, _UNDECIDED, raw, read.body, probed, server, tracked=self._shares_slots)
 
     def _decide(self, plan: Plan, read: _Read) -> None:
         if read.classified.role is Role.MAIN:
@@ -313,7 +312,7 @@ class Planner:
             decision = decide_main(pin, plan.probed, request)
             if slot is not None and decision.reason is Reason.PINNED:
                 plan.conversation = extended
-                plan.decision = replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
+                plan.decision = structs.replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
                 return
         running = self._running
         ids = self._session_ids(body)
@@ -343,7 +342,7 @@ class Planner:
             self._running.recognisers,
             body.model,
             self._api_key(),
-            cache(lambda: read_opening(body)),
+            lambda: read_opening(body),
             self._on_unsafe,
         )
 
@@ -372,4 +371,5 @@ def _server_of(plan: Plan) -> Server:
 LARGE_BYTES = 512 * 1024
 ROLES: dict[bytes, Role] = {role.encode(): role for role in Role}
 ON_UNSAFE: dict[bytes, OnUnsafe] = {each.encode(): each for each in OnUnsafe}
+_UNDECIDED = Decision(Action.LEAVE, Reason.DISABLED)
 _NOBODY = "?"  # no conversation's key

@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachetools import LRUCache
-
 from slotpin.llama.series import is_patched
 from slotpin.pinning.decision import Probed
 from slotpin.pinning.placement import Placement
+from slotpin.pinning.recent import Recent
 from slotpin.pinning.reuse import Left
 from slotpin.pinning.topology import Topology
 from slotpin.proxy.gates import Gates
@@ -23,7 +22,7 @@ TOKENS_APART = 4
 _EPOCHS = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Mark:
     """Where the server's history stood when a turn of a conversation ended."""
 
@@ -72,7 +71,7 @@ class Server:
         self._begun = self._ended = self._strays = 0
         self._begun_at = float("-inf")
         self._ran: dict[int, str] = {}
-        self._marks: LRUCache[str, _Mark] = LRUCache(1024)
+        self._marks: Recent[str, _Mark] = Recent(1024)
 
     async def topology(self) -> Probed:
         """The slots, at most five seconds old."""
@@ -81,7 +80,7 @@ class Server:
     def fresh(self) -> Topology | None:
         """The slots where they need not be asked for."""
         kept = self._probe.fresh(self.target)
-        if kept is not None:
+        if kept is not None and kept is not self._topology:
             self._take(kept)
         return kept
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from slotpin.pinning.decision import Action, Decision, Unverified, refused, unpinned
 from slotpin.pinning.reasons import Reason
