@@ -66,54 +66,64 @@ _TAIL = 8
 _COMMONPLACE = 32
 
 
+class Sources:
+    """Where session ids stand, most trusted first: names of headers, and of fields, each a member of the body or of an
+    object in it ("metadata.user_id")."""
+
+    __slots__ = ("fields", "headers")
+
+    def __init__(self, headers: Iterable[str] = SESSION_HEADERS, fields: Iterable[str] = SESSION_FIELDS) -> None:
+        # With the name to look a header up by, and the path to a field's value.
+        self.headers = tuple((name, name.lower().encode()) for name in headers)
+        self.fields = tuple((name, *_path(name)) for name in fields)
+
+
+def _path(name: str) -> tuple[str, Sequence[str]]:
+    outer, *inner = name.split(".")
+    return outer, inner
+
+
+_USUAL = Sources()
+
+
 def session_ids(
-    header: Callable[[bytes], bytes | None],
-    body: Body | None,
-    header_names: Iterable[str] = SESSION_HEADERS,
-    field_names: Iterable[str] = SESSION_FIELDS,
+    header: Callable[[bytes], bytes | None], body: Body | None, sources: Sources = _USUAL
 ) -> list[SessionId]:
     """The ids that a request carries, most trusted first. `header` looks one up by its name in lower case.
 
-    A field is a member of the body, or of an object in it ("metadata.user_id"). A user's id is not a session's: of
-    `metadata.user_id` only the session in it counts. A sub-agent that has its own id has the session's together with
-    that.
+    A user's id is not a session's: of `metadata.user_id` only the session in it counts. A sub-agent that has its own id
+    has the session's together with that.
     """
-    ids = _session_ids(header, body, header_names, field_names)
+    ids = _session_ids(header, body, sources)
     agent = header(_AGENT_HEADER)
     return [(source, _short(f"{value} {agent.decode('latin-1')}")) for source, value in ids] if agent else ids
 
 
 def parent_ids(
-    header: Callable[[bytes], bytes | None],
-    body: Body | None,
-    header_names: Iterable[str] = SESSION_HEADERS,
-    field_names: Iterable[str] = SESSION_FIELDS,
+    header: Callable[[bytes], bytes | None], body: Body | None, sources: Sources = _USUAL
 ) -> list[SessionId]:
     """The ids of the conversation that started the one which a request is of; empty where it names none."""
     if parent := header(_PARENT_HEADER):
-        return [(name, _short(parent.decode("latin-1"))) for name in header_names]
-    return _session_ids(header, body, header_names, field_names) if header(_AGENT_HEADER) else []
+        return [(name, _short(parent.decode("latin-1"))) for name, _ in sources.headers]
+    return _session_ids(header, body, sources) if header(_AGENT_HEADER) else []
 
 
-def _session_ids(
-    header: Callable[[bytes], bytes | None],
-    body: Body | None,
-    header_names: Iterable[str],
-    field_names: Iterable[str],
-) -> list[SessionId]:
+def _session_ids(header: Callable[[bytes], bytes | None], body: Body | None, sources: Sources) -> list[SessionId]:
     found: dict[str, str] = {}
-    for name in header_names:
-        if raw := header(name.lower().encode()):
+    for name, lowered in sources.headers:
+        if raw := header(lowered):
             found.setdefault(name, _short(raw.decode("latin-1")))
-    for name in field_names:
-        if body is not None and (value := _field(body, name)):
-            found.setdefault(name, _short(value))
+    if body is not None:
+        for name, outer, inner in sources.fields:
+            if value := _field(body, name, outer, inner):
+                found.setdefault(name, _short(value))
     return list(found.items())
 
 
-def _field(body: Body, name: str) -> str:
-    outer, *inner = name.split(".")
+def _field(body: Body, name: str, outer: str, inner: Sequence[str]) -> str:
     value: Any = read_member(body, outer)
+    if value is None:
+        return ""
     for part in inner:
         value = value.get(part) if isinstance(value, dict) else None
     if not isinstance(value, str):
@@ -124,8 +134,8 @@ def _field(body: Body, name: str) -> str:
     return value
 
 
-def _shortened(ids: Iterable[SessionId]) -> list[SessionId]:
-    return [(source, _short(value)) for source, value in ids]
+def _shortened(ids: Sequence[SessionId]) -> Sequence[SessionId]:
+    return [(source, _short(value)) for source, value in ids] if ids else ()
 
 
 def _short(value: str) -> str:
@@ -185,7 +195,7 @@ class Conversations:
     def find(self, ids: Sequence[SessionId], turn: Turn, model: str | None) -> Conversation | None:
         """The conversation that a main request goes on with; None for a new one."""
         ids = self._own_ids(ids, turn)
-        if named := self.named(ids):
+        if named := self._named(ids):
             return named
         appended_to = self._begun_by(turn, model, len(turn.messages), ids)
         found = appended_to or self._most_in_common(turn, model, ids)
@@ -215,7 +225,10 @@ class Conversations:
 
     def named(self, ids: Sequence[SessionId]) -> Conversation | None:
         """The conversation of the most trusted id that is known."""
-        for source, value in _shortened(ids):
+        return self._named(_shortened(ids))
+
+    def _named(self, ids: Sequence[SessionId]) -> Conversation | None:
+        for source, value in ids:
             conversation = self._all.get(self._key_of((source, value)))
             if conversation and _compatible(conversation, source, value):
                 return conversation
@@ -246,10 +259,10 @@ class Conversations:
     def _own_ids(self, ids: Sequence[SessionId], turn: Turn) -> Sequence[SessionId]:
         """A sub-agent under its parent's ids gets ids of its own: theirs, and its opening."""
         ids = _shortened(ids)
-        parent = self.named(ids)
+        parent = self._named(ids)
         if parent is None or _related(parent.turn, turn):
             return ids
-        return [(source, f"{value} {turn.opening:x}") for source, value in ids]
+        return [(source, _short(f"{value} {turn.opening:x}")) for source, value in ids]
 
     def _key_of(self, session: SessionId) -> str:
         return self._by_id.get(session) or self._earlier.get(session) or ""

@@ -37,6 +37,9 @@ class Fields(msgspec.Struct):
     metadata: msgspec.Raw = msgspec.Raw(b"")
 
 
+_MEMBERS = frozenset(Fields.__struct_fields__)
+
+
 class _Usual(Fields):
     """Messages are told apart in the same pass: that costs no more than to skip them."""
 
@@ -137,6 +140,8 @@ _USUAL = Request()
 
 def _completions(fields: Fields) -> int:
     """Prompts times completions each; 1 where that can't be read."""
+    if not (fields.n_cmpl or fields.n or fields.prompt):
+        return 1
     each = read_value(fields.n_cmpl) or read_value(fields.n)
     count = int(each) if isinstance(each, int | float) and each >= 1 else 1  # the server cuts a fraction
     if bytes(memoryview(fields.prompt)[:1]) != b"[":
@@ -179,7 +184,7 @@ def read_member(body: Body, name: str) -> Any:
 
     A member that `Fields` has not costs a second pass over the body.
     """
-    if name in Fields.__struct_fields__:
+    if name in _MEMBERS:
         return read_value(getattr(body.fields, name))
     try:
         return read_value(_member_decoder(name).decode(body.text).value)

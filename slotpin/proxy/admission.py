@@ -29,15 +29,16 @@ def pass_now(plan: Plan, server: Server, who: str, retry_seconds: float) -> Admi
     gates = server.gates
     if server.shared is not None or not gates.is_open(plan.gate):
         return None
-    left, patched = _left_there(plan, server), server.known_patched
+    left = _left_there(plan, server)
     if _has_to_look(plan, server, left):
         return None
-    look = _look(plan, server, left)
-    if look.held is False and patched is None:
-        return None
-    decision = _after(look, plan.decision, server, retry_seconds, patched=bool(patched))
+    look, decision = _look(plan, server, left), plan.decision
+    if look.lost:
+        if (patched := server.known_patched) is None:
+            return None
+        decision = _after(look, decision, server, retry_seconds, patched=patched)
     pinned = decision.slot is not None or plan.names_slot
-    if not patched and gates.could_meet(pinned=pinned):
+    if gates.could_meet(pinned=pinned) and not server.known_patched:
         return None
     plan.decision = decision
     entered = gates.enter_now(plan.gate, who, plan.completions)

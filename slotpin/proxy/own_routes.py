@@ -82,7 +82,7 @@ class OwnRoutes:
     def _reply(self, head: RequestHead, path: bytes) -> Reply:
         name = path.removeprefix(PREFIX)
         if head.method == "POST" and name == b"/forget":
-            ids = session_ids(head.get, None, self._state.running.session_headers)
+            ids = session_ids(head.get, None, self._state.running.session_sources)
             return _json({"forgotten": self._state.forget(ids)})
         if head.method in ("GET", "HEAD"):
             if name in self._pages:

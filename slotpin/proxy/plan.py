@@ -314,9 +314,8 @@ class Planner:
                 plan.conversation = extended
                 plan.decision = structs.replace(decision, slot=slot, reason=Reason.EXTENDS_CONVERSATION)
                 return
-        running = self._running
         ids = self._session_ids(body)
-        parents = parent_ids(self._head.get, body, running.session_headers, running.session_fields)
+        parents = parent_ids(self._head.get, body, self._running.session_sources)
         named = state.conversations.named(ids) or state.conversations.named(parents)
         conversation = named.key if named is not None else _NOBODY if ids else ""
         candidates = state.bindings.candidates(conversation, server.model)
@@ -333,7 +332,7 @@ class Planner:
         plan.decision = decision
 
     def _session_ids(self, body: Body) -> list[SessionId]:
-        return session_ids(self._head.get, body, self._running.session_headers, self._running.session_fields)
+        return session_ids(self._head.get, body, self._running.session_sources)
 
     def _classify(self, route: Route, body: Body) -> Classified:
         return classify(

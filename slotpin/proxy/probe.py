@@ -69,8 +69,10 @@ class Probe:
 
     def fresh(self, target: Target) -> Topology | None:
         """The same where nobody has to be asked."""
-        kept = self._verified.get(target)
-        return kept[0] if kept is not None else None
+        try:  # in half of `get`'s time
+            return self._verified[target][0]
+        except KeyError:
+            return None
 
     async def look(self, target: Target) -> Probed:
         """The server's slots as they are from now on: not an answer that is on its way already."""

@@ -18,7 +18,7 @@ from slotpin.observe.log import Log
 from slotpin.observe.observer import Observer
 from slotpin.observe.warnings import Warner
 from slotpin.pinning.bindings import Bindings
-from slotpin.pinning.conversations import Conversations, SessionId
+from slotpin.pinning.conversations import Conversations, SessionId, Sources
 from slotpin.pinning.decision import PinSettings
 from slotpin.pinning.endpoints import normalised, same_endpoint, server_root, socket_path
 from slotpin.pinning.reasons import Reason, explain
@@ -41,8 +41,7 @@ class Running:
     main: Address
     compactor: Address
     probe_target: Target
-    session_headers: tuple[str, ...]
-    session_fields: tuple[str, ...]
+    session_sources: Sources
     main_authorization: bytes | None  # in place of the client's; empty: none goes to the server
 
     @property
@@ -68,8 +67,7 @@ class Running:
             main=_address(main),
             compactor=_address(compactor),
             probe_target=Target(server_root(compactor), settings.compactor.api_key.get_secret_value()),
-            session_headers=settings.conversations.session_headers,
-            session_fields=settings.conversations.session_fields,
+            session_sources=Sources(settings.conversations.session_headers, settings.conversations.session_fields),
             main_authorization=_main_authorization(settings),
         )
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotpin.pinning import conversations
-from slotpin.pinning.conversations import SESSION_FIELDS, SESSION_HEADERS, Conversation, Conversations, session_ids
+from slotpin.pinning.conversations import Conversation, Conversations, Sources, session_ids
 from slotpin.pinning.request import read_body
 from slotpin.pinning.turn import Turn
 
@@ -325,7 +325,7 @@ class TestBounds:
 
 def ids_of(headers: dict[bytes, bytes], **members: Any) -> list[tuple[str, str]]:
     body = read_body(json.dumps(members).encode())
-    return session_ids(headers.get, body, SESSION_HEADERS, SESSION_FIELDS)
+    return session_ids(headers.get, body)
 
 
 class TestSessionIds:
@@ -361,9 +361,9 @@ class TestSessionIds:
         text = b'{"messages":[{"chat":{"id":"no"}}],"chat":{"id":"yes"},"value":"v","\xc3\xa9 x":1}'
         body = read_body(b"\xef\xbb\xbf" + text)
         names = ["chat.id", "value", "é x", "chat.id.more", "chat", "none"]
-        found = session_ids({b"x-mine": b"m"}.get, body, ["X-Mine"], names)
+        found = session_ids({b"x-mine": b"m"}.get, body, Sources(["X-Mine"], names))
         assert found == [("X-Mine", "m"), ("chat.id", "yes"), ("value", "v"), ("é x", "1")]
-        assert session_ids({b"x-mine": b"m"}.get, None, ["x-mine"], names) == [("x-mine", "m")]
+        assert session_ids({b"x-mine": b"m"}.get, None, Sources(["x-mine"], names)) == [("x-mine", "m")]
 
     def test_long_ones_are_digested(self) -> None:
         ((_, value),) = ids_of({}, session_id="x" * 10_000)
