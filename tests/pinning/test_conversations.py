@@ -391,6 +391,13 @@ class TestSubAgents:
         side = table.all.named(ids)
         assert side is not None and side.key == "c1"
 
+    def test_under_a_long_id_it_is_found_again(self) -> None:
+        """The id with its opening is longer than what is kept as it is."""
+        table, ids = Table(), session("x" * 195)
+        assert table.take(1, ids=ids) == "c1"
+        for message in (20, 30):
+            assert table.take(message, ids=ids, opening=2**63) == "c2"
+
     def test_another_system_text_alone_makes_no_sub_agent(self) -> None:
         """Agents put the date into it."""
         table = Table()

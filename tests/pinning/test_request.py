@@ -146,6 +146,23 @@ def test_the_opening_texts(value: dict[str, Any], system: str, user: str) -> Non
     assert (opening.system[:1], opening.user[:1]) == ((system,) if system else (), (user,) if user else ())
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role":"system","content":"Be"}',
+        '{ "role" : "system", "content": "Be" }',
+        '{"content":"Be","role":"system"}',
+        '{"name":"n","role":"s\\u0079stem","content":"Be"}',
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_system_text_is_found_wherever_it_stands(message: str, place: int) -> None:
+    others = ['{"role":"assistant","content":"No"}', '{"content":"Hello","role":"user"}', "7"]
+    body = read_body(f'{{"messages":[{",".join([*others[:place], message, *others[place:]])}]}}'.encode())
+    assert body is not None
+    assert read_opening(body) == Opening(("Be",), ("Hello",), ())
+
+
 def test_all_parts_of_a_message_are_texts() -> None:
     opening = read_opening(
         body_of(
