@@ -55,7 +55,7 @@ class Node:
         return self._free_at[slot]
 
     def side(self, now: float) -> None:
-        self._placement.compactor_used(now)
+        self._placement.compactor_used()
         self.run(COMPACTOR, "", 0, now, SIDE_SECONDS)
 
 

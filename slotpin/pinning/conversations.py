@@ -425,10 +425,8 @@ def _compatible(conversation: Conversation, source: str, value: str) -> bool:
     return seen is None or seen.value == value or not (seen.stable or source.lower() == _OWN_HEADER)
 
 
-def _landmarks(turn: Turn) -> Iterator[tuple[int, int]]:
+def _landmarks(turn: Turn) -> Iterable[tuple[int, int]]:
     """Position and digest of the first message and the last ones. Of equal ones the last position comes last."""
     messages = turn.messages
-    late = max(0, len(messages) - _TAIL)
-    if late:
-        yield 0, messages[0]
-    yield from enumerate(messages[late:], late)
+    late = len(messages) - _TAIL
+    return ((0, messages[0]), *enumerate(messages[late:], late)) if late > 0 else enumerate(messages)

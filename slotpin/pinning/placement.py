@@ -50,7 +50,6 @@ class Placement:
 
     def __init__(self) -> None:
         self._layout: tuple[tuple[int, ...], int, int] | None = None
-        self._now = 0.0
         self._compactor_used = False
         # By slot: whose home it is, and who was placed there last. By conversation: its home.
         self._homes: dict[int, _Home] = {}
@@ -93,7 +92,7 @@ class Placement:
         if slot == compactor:
             self._move(key, slot, now)
         self._ran(key, slot, now)
-        return Placed(slot, shared=True, enough=self._enough(key))
+        return Placed(slot, shared=True, enough=self._enough(key, now))
 
     def note(self, key: str, slot: int, now: float) -> None:
         """The client's own choice was this slot, or the server's. It becomes the conversation's home if it is free."""
@@ -139,9 +138,8 @@ class Placement:
         """Who was placed there last: the slot holds that conversation's tokens, once its turn has run."""
         return self._owner.get(slot)
 
-    def compactor_used(self, now: float) -> None:
+    def compactor_used(self) -> None:
         """A side request has run on the compactor's slot: from now on that is lent to nobody."""
-        self._now = now
         self._compactor_used = True
 
     def forget(self, key: str) -> None:
@@ -191,13 +189,10 @@ class Placement:
             return main  # its tokens are still there
         return main if compactor in busy and main not in busy else compactor
 
-    def _enough(self, key: str) -> int:
+    def _enough(self, key: str, now: float) -> int:
         """Slots for the conversations seen lately and a compactor; a single request is no conversation yet."""
-        since = self._now - IDLE_LIMIT
-        lately = (
-            other for other, seen in self._lately.items() if seen.used > since and (seen.turns > 1 or other == key)
-        )
-        return max(3, sum(1 for _ in lately) + 1)
+        lately = (item for item in self._lately.items() if now - item[1].used < IDLE_LIMIT)
+        return max(3, sum(seen.turns > 1 or other == key for other, seen in lately) + 1)
 
     def _move(self, key: str, slot: int, now: float) -> None:
         former = self._homes.get(slot)
@@ -215,7 +210,6 @@ class Placement:
             del self._homes[home]
 
     def _ran(self, key: str, slot: int, now: float) -> None:
-        self._now = now
         self._owner[slot] = key
         self._last_slot[key] = slot
         before = self._lately.get(key)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 from typing import Any
 
 import msgspec
@@ -218,22 +219,16 @@ def read_opening(body: Body) -> Opening:
     if not messages:
         prompt = _texts(read_value(body.input_text)) or _texts(read_value(fields.prompt))
         return Opening(system, prompt, prompt)
-    *before, latest = messages
-    user: tuple[str, ...] = ()
-    for raw in before:
-        if user and system:
-            break
-        role = read_role(raw)
-        if role == "user":
-            user = user or _content(raw)
-        elif role in _SYSTEM:
-            system = system or _content(raw)
-    role = read_role(latest)
-    last = _content(latest) if role == "user" else ()
-    return Opening(system or (_content(latest) if role in _SYSTEM else ()), user or last, last)
+    last = _first_text(messages[-1:], ("user",))
+    user = _first_text(messages[:-1], ("user",)) or last
+    return Opening(system or _first_text(filterfalse(_NO_SYSTEM.match, messages), ("system", "developer")), user, last)
 
 
-_SYSTEM = ("system", "developer")
+def _first_text(messages: Iterable[msgspec.Raw], roles: tuple[str, ...]) -> tuple[str, ...]:
+    for each in messages:
+        if read_role(each) in roles and (texts := _content(each)):
+            return texts
+    return ()
 
 
 def read_role(element: msgspec.Raw) -> str:
@@ -262,7 +257,9 @@ class _WithContent(msgspec.Struct):
     content: Any = None
 
 
-# Where clients write it: that spares a pass over the message.
+# Where clients write it: that spares a pass over the message. Where a body has its system text beside the messages, or
+# none, all messages but these are looked at.
+_NO_SYSTEM = re.compile(rb'\{\s*"role"\s*:\s*"(?:user|assistant|tool)"')
 _ROLE_IN_FRONT = re.compile(rb'\{\s*"role"\s*:\s*"([a-z]+)"')
 _role_decoder = msgspec.json.Decoder(_WithRole)
 _content_decoder = msgspec.json.Decoder(_WithContent)

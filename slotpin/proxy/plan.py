@@ -326,7 +326,7 @@ class Planner:
         if decision.action is Action.REFUSE and plan.classified.on_unsafe is OnUnsafe.PASS:
             decision = let_pass(decision, pin, plan.probed, request)
         if decision.action is Action.PIN:
-            server.placement.compactor_used(state.clock())
+            server.placement.compactor_used()
             if shared is not None:
                 shared.compactor_used()
         plan.decision = decision

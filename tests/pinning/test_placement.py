@@ -139,7 +139,7 @@ class TestSharing:
         server = servers(2)
         assert server.slot("a") == 0
         assert server.place("b") == server.place("b") == Placed(1, shared=True, enough=3)
-        server.placement.compactor_used(server.now)
+        server.placement.compactor_used()
         assert server.placement.slot_of("b") == 1
         assert server.place("b") == Placed(0, shared=True, enough=3)
         assert server.slot("a") == 0
@@ -173,7 +173,7 @@ class TestSharing:
 
     def test_who_shares_gets_the_main_slot_once_that_is_free(self) -> None:
         server = servers(2)
-        server.placement.compactor_used(0)
+        server.placement.compactor_used()
         assert server.slot("a") == 0
         for _ in range(4):
             server.now += IDLE_LIMIT / 3
@@ -212,7 +212,7 @@ class TestChanges:
     def test_a_restart(self) -> None:
         server = servers(2)
         server.slot("a")
-        server.placement.compactor_used(0)
+        server.placement.compactor_used()
         server.placement.reset()
         assert server.placement.slot_of("a") is None and server.placement.owner(0) is None
         assert [server.place(key).slot for key in "ba"] == [0, 1]
