@@ -16,7 +16,7 @@ from slotpin.pinning.endpoints import same_endpoint, server_root, socket_path
 from slotpin.pinning.reasons import explain
 from slotpin.pinning.topology import Topology
 from slotpin.proxy.discover import Found
-from slotpin.proxy.questions import NOBODY
+from slotpin.proxy.upstream import NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from slotpin.config import Listen, Settings
 from slotpin.errors import UserError
-from slotpin.proxy.questions import Questions, why_no_answer
+from slotpin.proxy.questions import Questions
+from slotpin.proxy.upstream import UpstreamError
 
 LOOK_SECONDS = 10.0
 # The evaluation of a prompt on a slow machine, behind the requests of others.
 ANSWER_SECONDS = 1800.0
-MAX_BODY_BYTES = 16 * 1024 * 1024
 
 Answer = TypeVar("Answer")
 
@@ -95,23 +93,19 @@ class Server:
 
     async def get(self, path: str, seconds: float = LOOK_SECONDS) -> Reply:
         """Raises NoAnswerError."""
-        return await _answer(self._questions.ask("GET", self.root, path, headers=self._headers), seconds)
+        return await self._ask("GET", path, {}, b"", seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Reply:
         """Raises NoAnswerError."""
-        all_headers = {**self._headers, **(headers or {})}
-        asked = self._questions.ask("POST", self.root, path, json=body, headers=all_headers)
-        return await _answer(asked, ANSWER_SECONDS)
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        return await self._ask("POST", path, headers, msgspec.json.encode(body), ANSWER_SECONDS)
 
-
-async def _answer(request: AbstractAsyncContextManager[aiohttp.ClientResponse], seconds: float) -> Reply:
-    try:
-        async with asyncio.timeout(seconds), request as answer:
-            body = b""
-            while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
-                body += more
-            return Reply(answer.status, {name.lower(): value for name, value in answer.headers.items()}, body)
-    except TimeoutError:
-        raise NoAnswerError(f"no answer within {seconds:g} s") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise NoAnswerError(why_no_answer(error)) from None
+    async def _ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> Reply:
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self._questions.ask(method, self.root, path, {**self._headers, **headers}, body)
+        except TimeoutError:
+            raise NoAnswerError(f"no answer within {seconds:g} s") from None
+        except UpstreamError as error:
+            raise NoAnswerError(str(error)) from None
+        return Reply(answer.status, answer.headers, answer.body)

@@ -51,7 +51,7 @@ async def examine(load: Callable[[], Loaded], options: Options) -> list[Finding]
             Finding(Level.UNSAFE, "configuration", line, f"slotpin {again}   # after mending it")
             for line in str(error).splitlines()
         ]
-    async with Questions() as http:
+    with Questions() as http:
         itself = await _slotpin(http, loaded)
         settings = _in_force(loaded.settings, itself.status)
         found = configuration(loaded, settings, pinning_known=not itself.silent)

@@ -34,7 +34,7 @@ async def _in_use(listen: Listen, by_make: bool) -> str:
 
 
 async def _is_slotpin(url: str) -> bool:
-    async with Questions() as http:
+    with Questions() as http:
         try:
             return (await Server(http, url, "none").get("/slotpin/health", LONGEST_SECONDS)).body == HEALTHY
         except NoAnswerError:

@@ -56,7 +56,7 @@ def _turn_json(turn: Turn) -> dict[str, object]:
 
 async def verify(settings: Settings, tokens: int, *, compare: bool, say: Say) -> Result:
     """Raises UserError when it can't be run."""
-    async with Questions() as http:
+    with Questions() as http:
         try:
             return await _verify(http, settings, tokens, compare, say)
         except NoAnswerError as error:

@@ -12,16 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
-
 from slotpin.errors import UserError
 from slotpin.llama.guard import guarded, tied
+from slotpin.proxy.questions import Questions
+from slotpin.proxy.upstream import UpstreamError
 
 DEFAULT_PARALLEL = 4
 DEFAULT_CTX_SIZE = 32768
 # Cells of the KV cache that have memory from the start, where the server can let the rest follow its use.
 INITIAL_CTX = 4096
 POLL_SECONDS = 0.1
+HEALTH_SECONDS = 2.0
 STOP_SECONDS = 5.0
 
 # Addresses that a server listens on but that no client can connect to.
@@ -155,19 +156,19 @@ class LlamaServer:
 
     async def wait_ready(self) -> None:
         """Return when the model is loaded (perhaps minutes). Raises UserError (exit 1) if the process ends first."""
-        async with aiohttp.ClientSession() as session:
-            while not await self._answers(session):
+        with Questions() as questions:
+            while not await self._answers(questions):
                 if self.returncode is not None:
                     error = telling_error(self.log_path.read_text(errors="replace"))
                     raise UserError(f"llama-server ended before it was ready: {error} (log: {self.log_path})", 1)
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _answers(self, session: aiohttp.ClientSession) -> bool:
+    async def _answers(self, questions: Questions) -> bool:
         """While the model loads, every route answers 503 (server-http.cpp)."""
         try:
-            async with session.get(f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(2)) as response:
-                return response.status != 503
-        except (aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(HEALTH_SECONDS):
+                return (await questions.ask("GET", self.base_url, "/health")).status != 503
+        except (UpstreamError, TimeoutError):
             return False
 
     async def wait(self) -> int:

@@ -66,7 +66,7 @@ def _what_it_is(reply: Reply) -> str:
 
 
 async def _get(place: Place, path: str) -> Reply:
-    async with Questions() as questions:
+    with Questions() as questions:
         try:
             reply = await Server(questions, place.url, place.key).get(path)
         except NoAnswerError as error:

@@ -75,7 +75,7 @@ def _encode(event: object, **_: object) -> bytes:
 
 
 class _Forward(logging.Handler):
-    """What aiohttp and asyncio log becomes an event like any other."""
+    """What asyncio and other libraries log becomes an event like any other."""
 
     def emit(self, record: logging.LogRecord) -> None:
         get().log(record.levelno, "library", logger=record.name, message=record.getMessage(), exc_info=record.exc_info)

@@ -50,7 +50,7 @@ class _Props(msgspec.Struct):
 
 async def look(url: str, api_key: str, *, pi_has_key: bool) -> Found:
     """Ask the slotpin at `url`. Raises UserError, also where the server wants a key and Pi has none."""
-    async with Questions() as http:
+    with Questions() as http:
         server = Server(http, url, api_key)
         try:
             await _is_slotpin(server)

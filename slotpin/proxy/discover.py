@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 
 from slotpin.pinning.decision import Probed
 from slotpin.proxy.probe import PROBE_SECONDS, Probe, Target
-from slotpin.proxy.questions import Questions
+from slotpin.proxy.upstream import UpstreamError
 
 
 class _Model(msgspec.Struct):
@@ -30,18 +29,14 @@ class Found:
 
 
 async def discover(probe: Probe, target: Target) -> Found:
-    return Found(*await asyncio.gather(probe.topology(target), _model(target)))
+    return Found(*await asyncio.gather(probe.topology(target), _model(probe, target)))
 
 
-async def _model(target: Target) -> str | None:
-    headers = {"Authorization": f"Bearer {target.api_key}"}
+async def _model(probe: Probe, target: Target) -> str | None:
     try:
-        async with (
-            asyncio.timeout(PROBE_SECONDS),
-            Questions() as questions,
-            questions.ask("GET", target.root_url, "/v1/models", headers=headers) as answer,
-        ):
-            models = msgspec.json.decode(await answer.read(), type=_Models).data
-    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+        async with asyncio.timeout(PROBE_SECONDS):
+            _, body = await probe.fetch(target, "/v1/models")
+        models = msgspec.json.decode(body, type=_Models).data
+    except (TimeoutError, UpstreamError, ValueError):
         return None
     return models[0].id if models else None

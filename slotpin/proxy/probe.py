@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import aiohttp
 import msgspec
 from cachetools import LRUCache, TTLCache
 
@@ -16,12 +15,11 @@ from slotpin.observe.totals import Histogram
 from slotpin.pinning.decision import Probed, Unverified
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.topology import Topology, TopologyError, parse_topology
-from slotpin.proxy.questions import Questions, why_no_answer
+from slotpin.proxy.questions import Questions
+from slotpin.proxy.upstream import UpstreamError
 
 PROBE_SECONDS = 2.0
 CACHE_SECONDS = 5.0
-# /slots is about 3 KiB a slot; a body of this size is something else.
-MAX_BODY_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class Probe:
             async with asyncio.timeout(self._seconds):
                 status, body = await self._fetch_of(target, "/props")
             build = msgspec.json.decode(body, type=_Props).build_info if status == 200 else ""
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        except (TimeoutError, UpstreamError, ValueError):
             build = ""
         self._builds[target] = build
         return build
@@ -124,7 +122,7 @@ class Probe:
     async def close(self) -> None:
         for task in list(self._running.values()):
             task.cancel()
-        await self._questions.close()
+        self._questions.close()
 
     async def _ask(self, target: Target) -> Probed:
         asked_at = self._clock()
@@ -144,8 +142,8 @@ class Probe:
                     await self._recognise_front(target, status)
         except TimeoutError:
             return Unverified(Reason.PROBE_FAILED, f"no answer to /slots within {self._seconds:g} s", silent=True)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Unverified(Reason.PROBE_FAILED, _unreachable(error))
+        except UpstreamError as error:
+            return Unverified(Reason.PROBE_FAILED, str(error))
         if target in self._fronts:
             what = self._fronts[target].value
             return Unverified(Reason.PROBE_FAILED, f"it is {what}, and the request names no model")
@@ -168,7 +166,7 @@ class Probe:
 
     async def _running_models(self, target: Target) -> set[str] | None:
         """What llama-swap has loaded; None if it isn't llama-swap."""
-        status, body = await self._fetch(target, "/running")
+        status, body = await self.fetch(target, "/running")
         try:
             running = msgspec.json.decode(body, type=_Running).running if status == 200 else None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -178,20 +176,18 @@ class Probe:
     async def _fetch_of(self, target: Target, path: str) -> tuple[int, bytes]:
         """From the target's model where it has one; 400 where that is not loaded."""
         if not target.model:
-            return await self._fetch(target, path)
+            return await self.fetch(target, path)
         if self._fronts.get(target.front) is not Front.SWAP:
-            return await self._fetch(target, path, {"model": target.model, "autoload": "false"})
+            return await self.fetch(target, f"{path}?{urlencode({'model': target.model, 'autoload': 'false'})}")
         if target.model not in (await self._running_models(target) or ()):
             return 400, b""
-        return await self._fetch(target, f"/upstream/{quote(target.model)}{path}")
+        return await self.fetch(target, f"/upstream/{quote(target.model)}{path}")
 
-    async def _fetch(self, target: Target, path: str, params: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+    async def fetch(self, target: Target, path: str) -> tuple[int, bytes]:
+        """Status and body, from the server itself. Raises UpstreamError."""
         headers = {"Authorization": f"Bearer {target.api_key}"}
-        async with self._questions.ask("GET", target.root_url, path, params=params, headers=headers) as answer:
-            body = b""
-            while len(body) < MAX_BODY_BYTES and (more := await answer.content.read(MAX_BODY_BYTES)):
-                body += more
-            return answer.status, body
+        answer = await self._questions.ask("GET", target.root_url, path, headers)
+        return answer.status, answer.body
 
 
 class _Props(msgspec.Struct):
@@ -215,9 +211,3 @@ _STATUS = {
     501: "/slots is switched off: start llama-server with --slots",
     503: "the model is loading",
 }
-
-
-def _unreachable(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return why_no_answer(error)
-    return "it broke off the answer to /slots"

@@ -1,79 +1,105 @@
-"""aiohttp's client for what slotpin asks on its own account; seldom, so each question has its own connection.
+"""What slotpin asks on its own account, and the whole answer; seldom, so each question has its own connection.
 
 llama-server closes idle connections after five seconds: one that is never kept can't be stale.
 """
 
 from __future__ import annotations
 
-import ssl
-from contextlib import AbstractAsyncContextManager
-from types import TracebackType
-from typing import Any, Self
-from urllib.parse import urlsplit
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Self
 
-import aiohttp
+from slotpin.proxy.headers import ResponseHead
+from slotpin.proxy.upstream import Address, UpstreamError, UpstreamPool
 
-from slotpin.pinning.endpoints import socket_path
-from slotpin.proxy.upstream import tls_problem
+CONNECT_SECONDS = 10.0
+# /slots is about 3 KiB a slot; a body of this size is something else.
+MAX_BODY_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`lines`: its end-to-end headers as they came. `body`: no more than its first MAX_BODY_BYTES, about."""
+
+    status: int
+    lines: bytes
+    body: bytes
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """By their names in lower case."""
+        parted = (line.partition(": ") for line in self.lines.decode("latin-1").split("\r\n")[:-1])
+        return {name.lower(): value for name, _, value in parted}
 
 
 class Questions:
-    """Over TCP and TLS, and over unix sockets, each of which needs a client of its own in aiohttp."""
+    """Over TCP, TLS and unix sockets. No redirect is followed: it could carry the API key to another place."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._pools: dict[Address, UpstreamPool] = {}  # each with what TLS needs
 
-    def ask(
-        self, method: str, root: str, path: str, **options: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """`root`: a base URL without `/v1`. `options` are those of `aiohttp.ClientSession.request`."""
-        socket = socket_path(root)
-        session = self._sessions.get(socket or urlsplit(root).scheme)
-        if session is None:
-            session = self._sessions[socket or urlsplit(root).scheme] = _session(socket, root)
-        url = f"{'http://localhost' if socket else root}{path}"
-        return session.request(method, url, allow_redirects=False, **options)
+    async def ask(
+        self,
+        method: str,
+        root: str,
+        path: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        body: bytes = b"",
+    ) -> Answer:
+        """`root`: a base URL without `/v1`. Raises UpstreamError; how long it may take is for the caller to say."""
+        address = Address.of(root)
+        pool = self._pools.get(address)
+        if pool is None:
+            pool = self._pools[address] = UpstreamPool(address, CONNECT_SECONDS, lambda: None)
+        length = {"Content-Length": str(len(body))} if body else {}
+        fields = {"Host": address.host_header.decode(), "Connection": "close", **headers, **length}
+        lines = [f"{method} {address.root}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        collected = _Collected()
+        try:
+            connection = await pool.connect()
+        except UnicodeError:  # no name that DNS could have
+            raise UpstreamError("there is no host of that name") from None
+        try:
+            connection.start(method, "\r\n".join((*lines, "", "")).encode(), (body,), collected)
+            return await collected.answer
+        finally:
+            connection.abort()
 
-    async def close(self) -> None:
-        for session in self._sessions.values():
-            await session.close()
-        self._sessions.clear()
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        await self.close()
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
 
 
-def _session(socket: str, root: str) -> aiohttp.ClientSession:
-    connector: aiohttp.BaseConnector
-    if socket:
-        connector = aiohttp.UnixConnector(socket, force_close=True)
-    elif root.startswith("https:"):
-        connector = aiohttp.TCPConnector(force_close=True, ssl=ssl.create_default_context())
-    else:
-        connector = aiohttp.TCPConnector(force_close=True)
-    no_limit = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), timeout=no_limit)
+class _Collected:
+    """A `Sink` that keeps what comes."""
 
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._lines = b""
+        self._body = bytearray()
 
-NOBODY = "nothing listens there"
+    def on_head(self, status: int, phrase: bytes, head: ResponseHead) -> None:
+        self._status, self._lines = status, head.lines
 
+    def on_read(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) >= MAX_BODY_BYTES:
+            self.on_complete(b"")
 
-def why_no_answer(error: Exception) -> str:
-    """Of what `ask` may raise, in a few words."""
-    match error:
-        case aiohttp.ClientConnectorCertificateError():
-            return tls_problem(error.certificate_error)
-        case aiohttp.ClientConnectorSSLError():
-            return tls_problem(error.os_error)
-        case aiohttp.ClientConnectorDNSError():
-            return "there is no host of that name"
-        case aiohttp.ClientConnectorError():
-            return NOBODY
-        case aiohttp.ServerDisconnectedError() | ConnectionError():
-            return "it closed the connection without an answer"
-        case aiohttp.ClientPayloadError():
-            return "it broke off its answer"
-    return "its answer is not HTTP"
+    def on_complete(self, data: bytes) -> None:
+        self._body += data
+        if not self.answer.done():
+            self.answer.set_result(Answer(self._status, self._lines, bytes(self._body)))
+
+    def on_broken(self, data: bytes, error: UpstreamError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)

@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 from xxhash import xxh3_64_hexdigest
@@ -20,7 +19,7 @@ from slotpin.observe.warnings import Warner
 from slotpin.pinning.bindings import Bindings
 from slotpin.pinning.conversations import Conversations, SessionId, Sources
 from slotpin.pinning.decision import PinSettings
-from slotpin.pinning.endpoints import normalised, same_endpoint, server_root, socket_path
+from slotpin.pinning.endpoints import normalised, same_endpoint, server_root
 from slotpin.pinning.reasons import Reason, explain
 from slotpin.pinning.roles import BUILTIN, OnUnsafe, Recogniser, Recognisers, Role
 from slotpin.proxy.neighbours import ALONE, Neighbours, Strangers
@@ -64,8 +63,8 @@ class Running:
             settings=settings,
             pin=pin,
             recognisers=_recognisers(settings),
-            main=_address(main),
-            compactor=_address(compactor),
+            main=Address.of(server_root(main)),
+            compactor=Address.of(server_root(compactor)),
             probe_target=Target(server_root(compactor), settings.compactor.api_key.get_secret_value()),
             session_sources=Sources(settings.conversations.session_headers, settings.conversations.session_fields),
             main_authorization=_main_authorization(settings),
@@ -242,12 +241,3 @@ def _main_authorization(settings: Settings) -> bytes | None:
 
 def _bearer(key: SecretStr) -> bytes:
     return b"Bearer " + key.get_secret_value().encode()
-
-
-def _address(base_url: str) -> Address:
-    root = server_root(base_url)
-    if socket := socket_path(root):
-        return Address("unix", socket, 0, "")
-    parts = urlsplit(root)
-    default = 443 if parts.scheme == "https" else 80
-    return Address(parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or default, parts.path)

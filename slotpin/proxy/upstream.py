@@ -8,10 +8,12 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
+from urllib.parse import urlsplit
 
 import httptools
 
+from slotpin.pinning.endpoints import socket_path
 from slotpin.pinning.splice import Pieces
 from slotpin.proxy.flow import FlowControl, Wire
 from slotpin.proxy.headers import Headers, ResponseHead, read_response
@@ -23,6 +25,7 @@ MAX_REQUESTS = 90
 STALE_SECONDS = 1.0
 # A body up to this size is copied, so that it goes out in one send with its head.
 JOINED_BYTES = 64 * 1024
+NOBODY = "nothing listens there"
 
 
 class UpstreamError(Exception):
@@ -48,6 +51,15 @@ class Address:
     host: str
     port: int
     root: str
+
+    @classmethod
+    def of(cls, root: str) -> Self:
+        """`root` as `server_root` gives it."""
+        if socket := socket_path(root):
+            return cls("unix", socket, 0, "")
+        parts = urlsplit(root)
+        default = 443 if parts.scheme == "https" else 80
+        return cls(parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or default, parts.path)
 
     @property
     def host_header(self) -> bytes:
@@ -307,7 +319,7 @@ class UpstreamPool:
             raise UpstreamError(tls_problem(error)) from None
         except OSError as error:
             if _is_refused(error):
-                raise NotRunningError("nothing listens there") from None
+                raise NotRunningError(NOBODY) from None
             # asyncio's own text names its call.
             number = error.errno or 0
             raise UpstreamError(os.strerror(number) if number > 0 else error.strerror or str(error)) from None
@@ -343,7 +355,7 @@ class UpstreamPool:
 
 def _is_refused(error: OSError) -> bool:
     """Also where a name has several addresses: asyncio puts what each said into one text."""
-    if isinstance(error, ConnectionRefusedError):
+    if isinstance(error, ConnectionRefusedError | FileNotFoundError):  # the latter where there is no such socket
         return True
     said = str(error)
     return error.errno is None and said.count(f"[Errno {errno.ECONNREFUSED}]") == said.count("[Errno ") > 0
