@@ -11,12 +11,11 @@ from pathlib import Path
 
 from slotpin import __version__
 from slotpin import commands as do
-from slotpin.checks import verify as verifying
+from slotpin.checks.cost import DEFAULT_TOKENS, LEAST_TOKENS, cost
 from slotpin.completion import SHELLS, script
 from slotpin.errors import UserError
 from slotpin.llama.launch import DEFAULT_CTX_SIZE, DEFAULT_PARALLEL
 from slotpin.llama.series import choose
-from slotpin.llama.source import SDIST
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "verify", do.verify, "hold a short conversation and count what of its cache survives a side request"
     )
     verify_parser.epilog = (
-        f"It evaluates about {verifying.cost():,} prompt tokens (3.4 times --tokens), more where a cache is lost, and "
+        f"It evaluates about {cost():,} prompt tokens (3.4 times --tokens), more where a cache is lost, and "
         "uses the main slot: a conversation that is there loses its place to it, as to any other conversation. Through "
         "slotpin and then without it, where the server takes the slot that was least recently used; --no-direct leaves "
         "that out. Exit status: 0 main kept its cache, 1 it did not, 2 it could not be run."
@@ -124,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify_parser.add_argument(
         "--tokens",
         type=_verify_tokens,
-        default=verifying.DEFAULT_TOKENS,
+        default=DEFAULT_TOKENS,
         metavar="N",
         help="length of the main prompt (default: %(default)s)",
     )
@@ -184,6 +183,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from slotpin.llama.source import SDIST
+
         stamp = choose("all").stamp(f"{SDIST.name}-{SDIST.version}")
         print(f"slotpin {__version__}\nllama.cpp {stamp}, source SHA-256 {SDIST.sha256[:12]}")
         parser.exit()
@@ -255,7 +256,7 @@ def _seconds(text: str) -> float:
 
 
 def _verify_tokens(text: str) -> int:
-    return _whole_number(text, verifying.LEAST_TOKENS, 1_000_000)
+    return _whole_number(text, LEAST_TOKENS, 1_000_000)
 
 
 def _port(text: str) -> int:

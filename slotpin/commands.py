@@ -1,4 +1,7 @@
-"""What each command does: call, and print what came of it."""
+"""What each command does: call, and print what came of it.
+
+`serve` stays in memory for days, so what it does not need is imported by the command that needs it.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,21 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from slotpin import service
-from slotpin.checks import doctor as examining
-from slotpin.checks import findings
-from slotpin.checks import verify as verifying
-from slotpin.checks.client import key_for_requests, own_key
 from slotpin.checks.port import check_port
 from slotpin.config import Loaded, as_json, describe, find_config, load
 from slotpin.errors import UserError, printable
 from slotpin.greeting import Start
-from slotpin.llama.build import BuildOptions, build_server, check_patches
 from slotpin.llama.launch import free_port, lazy_kv_args, server_args
-from slotpin.llama.model import check_model, default_model
 from slotpin.loop import run
-from slotpin.observe import ask
-from slotpin.pi import setup as pi
-from slotpin.pi.folder import agent_folder
-from slotpin.pi.served import look
+
+if TYPE_CHECKING:
+    from slotpin.llama.build import BuildOptions
+    from slotpin.observe.ask import Place
+    from slotpin.pi.setup import Plan
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -51,6 +50,9 @@ _ADDRESS_FLAGS = {
 
 
 def up(options: argparse.Namespace) -> None:
+    from slotpin.llama.build import build_server
+    from slotpin.llama.model import check_model, default_model
+
     for flag, instead in _ADDRESS_FLAGS.items():
         if any(argument.partition("=")[0] == flag for argument in options.server_args):
             raise UserError(f"{flag} after --: slotpin has to know where llama-server listens; {instead}")
@@ -77,6 +79,8 @@ def _own_binary(path: Path) -> Path:
 
 
 def build(options: argparse.Namespace) -> None:
+    from slotpin.llama.build import build_server, check_patches
+
     if options.check:
         series = check_patches(_build_options(options), _report)
         print(f"{len(series.patches)} patches apply: {', '.join(series.names) or 'none'}")
@@ -85,10 +89,15 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _build_options(options: argparse.Namespace) -> BuildOptions:
+    from slotpin.llama.build import BuildOptions
+
     return BuildOptions(options.source, options.patches, tuple(options.cmake_arg), options.jobs)
 
 
 def doctor(options: argparse.Namespace) -> int:
+    from slotpin.checks import doctor as examining
+    from slotpin.checks import findings
+
     file = None
     with contextlib.suppress(UserError):  # which is the first that doctor finds
         file = find_config(options.config, os.environ, _here())
@@ -102,6 +111,8 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
+    from slotpin.checks import verify as verifying
+
     settings = _loader(options, {})().settings
     result = asyncio.run(verifying.verify(settings, options.tokens, compare=not options.no_direct, say=_report))
     if options.json:
@@ -112,12 +123,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> None:
+    from slotpin.observe import ask
+    from slotpin.observe import top as screens
+
     place = _place(options)
     if options.json:
         print(json.dumps(json.loads(asyncio.run(ask.status(place))), indent=2, ensure_ascii=False))
     else:
-        from slotpin.observe import top as screens  # what draws is loaded by nothing else
-
         asyncio.run(screens.status(place))
 
 
@@ -128,6 +140,8 @@ def top(options: argparse.Namespace) -> None:
 
 
 def explain(options: argparse.Namespace) -> None:
+    from slotpin.observe import ask
+
     found = asyncio.run(ask.explain(_place(options), options.request))
     if options.json:
         print(json.dumps(json.loads(bytes(found.request)), indent=2, ensure_ascii=False))
@@ -142,11 +156,14 @@ def _here() -> Path:
         raise UserError("the current folder has been deleted; change into another one") from None
 
 
-def _place(options: argparse.Namespace) -> ask.Place:
+def _place(options: argparse.Namespace) -> Place:
     """Where the slotpin is that a command asks."""
+    from slotpin.checks.client import own_key
+    from slotpin.observe.ask import Place
+
     listen = _loader(options, {})().settings.listen
     if options.url is None:
-        return ask.Place(examining.listen_url(listen), own_key(listen))
+        return Place(listen.url, own_key(listen))
     url: str = options.url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://", "unix:/")):
         raise UserError(f"--url {options.url}: write http://HOST:PORT or unix:/PATH")
@@ -154,12 +171,17 @@ def _place(options: argparse.Namespace) -> ask.Place:
         urlsplit(url).port  # noqa: B018
     except ValueError as error:
         raise UserError(f"--url {options.url}: {error}; write http://HOST:PORT") from None
-    return ask.Place(url, own_key(listen))
+    return Place(url, own_key(listen))
 
 
 def pi_setup(options: argparse.Namespace) -> None:
+    from slotpin.checks.client import key_for_requests
+    from slotpin.pi import setup as pi
+    from slotpin.pi.folder import agent_folder
+    from slotpin.pi.served import look
+
     settings = _loader(options, {})().settings
-    url, folder = examining.listen_url(settings.listen), agent_folder(os.environ)
+    url, folder = settings.listen.url, agent_folder(os.environ)
     key = options.api_key or pi.known_key(folder)
     if settings.listen.host.startswith("unix:"):
         raise UserError(f"Pi can't use a unix socket ({settings.listen.host}); set listen.host to 127.0.0.1")
@@ -173,12 +195,17 @@ def pi_setup(options: argparse.Namespace) -> None:
 
 
 def pi_remove(options: argparse.Namespace) -> None:
+    from slotpin.pi import setup as pi
+    from slotpin.pi.folder import agent_folder
+
     if _agreed(pi.plan_removal(agent_folder(os.environ)), options, "done: nothing was left to undo"):
         print("done")
 
 
-def _agreed(plan: pi.Plan, options: argparse.Namespace, nothing: str) -> bool:
+def _agreed(plan: Plan, options: argparse.Namespace, nothing: str) -> bool:
     """Show the plan and carry it out; whether that was done."""
+    from slotpin.pi import setup as pi
+
     asks = not (plan.is_empty or options.yes or options.dry_run)
     if asks and not sys.stdin.isatty():
         raise UserError("this changes Pi's files: run it on a terminal, which asks first, or with --yes")

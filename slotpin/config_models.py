@@ -284,6 +284,9 @@ class _Model(BaseModel):
     )
 
 
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
 class Listen(_Model):
     """`host` is `unix:/path` for a socket. Without `api_keys` everybody who can connect is served."""
 
@@ -298,6 +301,14 @@ class Listen(_Model):
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
         return self.host.startswith("unix:") or is_loopback(self.host)
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine connects."""
+        if self.host.startswith("unix:"):
+            return self.host
+        host = _ANY_ADDRESS.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 class Endpoint(_Model):

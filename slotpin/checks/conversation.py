@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from slotpin.checks.client import Reply, Server
+from slotpin.checks.cost import ANSWER_TOKENS
 from slotpin.checks.look import Slot, read_slots
 from slotpin.errors import UserError
 
-ANSWER_TOKENS = 16
 SIDE = "compaction"
 _WORDS = [
     "the",

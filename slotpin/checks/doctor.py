@@ -28,8 +28,6 @@ NO_CLEARING = "llama-server … --no-cache-idle-slots   # or slotpin up, whose s
 
 KEPT_BY_OURS = "kept: slotpin's own build clears one only to make room"
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -71,18 +69,10 @@ def configuration(loaded: Loaded, settings: Settings, *, pinning_known: bool) ->
         text = "llamaCppSlots.enabled is false: everything is passed on as it came, nothing is pinned"
         remedy = 'slotpin serve --enabled auto   # or llamaCppSlots.enabled: "auto" in the file'
         findings.append(Finding(Level.BETTER, "pinning", text, remedy))
-    if same_endpoint(settings.main.base_url, listen_url(settings.listen)):
+    if same_endpoint(settings.main.base_url, settings.listen.url):
         text = f"main.baseUrl is slotpin's own address, {settings.main.base_url}: requests would run in a circle"
         findings.append(Finding(Level.UNSAFE, "configuration", text, "slotpin serve --upstream http://HOST:PORT/v1"))
     return findings
-
-
-def listen_url(listen: Listen) -> str:
-    """Where a client on this machine reaches slotpin."""
-    if listen.host.startswith("unix:"):
-        return listen.host
-    host = _ANY_ADDRESS.get(listen.host, listen.host)
-    return f"http://[{host}]:{listen.port}" if ":" in host else f"http://{host}:{listen.port}"
 
 
 # --- slotpin itself -------------------------------------------------------------------------------------------------
@@ -110,9 +100,9 @@ class Status(msgspec.Struct):
 
 async def slotpin_status(http: Questions, listen: Listen) -> Status | None:
     """None: something else than slotpin listens there. Raises NoAnswerError when nothing does, KeyWantedError."""
-    reply = await Server(http, listen_url(listen), own_key(listen)).get("/slotpin/status")
+    reply = await Server(http, listen.url, own_key(listen)).get("/slotpin/status")
     if reply.wants_own_key:
-        raise KeyWantedError(listen_url(listen))
+        raise KeyWantedError(listen.url)
     return reply.read(Status) if reply.status == 200 else None
 
 
@@ -129,7 +119,7 @@ async def _slotpin(http: Questions, loaded: Loaded) -> _Itself:
     settings = loaded.settings
     if settings.listen.port == 0:
         return _Itself(Finding(Level.NOTE, "slotpin", "listen.port is 0, any free one: it was not looked for"))
-    url = listen_url(settings.listen)
+    url = settings.listen.url
     try:
         status = await slotpin_status(http, settings.listen)
     except NoAnswerError:
@@ -286,7 +276,7 @@ def _main_slot(slots: Sequence[Slot], settings: Settings) -> Slot:
 def _pi(slots: Sequence[Slot], settings: Settings, environ: Mapping[str, str]) -> list[Finding]:
     """What Pi believes a conversation may have, against what the main slot has."""
     file = models_file(environ)
-    models = believed(file, listen_url(settings.listen))
+    models = believed(file, settings.listen.url)
     n_ctx = _main_slot(slots, settings).n_ctx if slots else None
     if isinstance(models, str):
         return [Finding(Level.NOTE, "Pi", f"{file} can't be read: {models}")]

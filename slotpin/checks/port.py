@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 
-from slotpin.checks.client import NoAnswerError, Server
-from slotpin.checks.doctor import listen_url
 from slotpin.config import Listen
 from slotpin.errors import UserError
 from slotpin.llama.launch import free_port, try_port
 from slotpin.proxy.questions import Questions
+from slotpin.proxy.upstream import UpstreamError
 
 
 async def check_port(listen: Listen, by_make: bool) -> None:
@@ -28,17 +28,18 @@ async def _in_use(listen: Listen, by_make: bool) -> str:
     where = f"cannot listen on {listen.host}:{listen.port}"
     other = f"--port {free_port(listen.host, listen.port % 65535 + 1)}"
     choose = f'make run ARGS="{other}"' if by_make else f"{other} or listen.port"
-    if await _is_slotpin(listen_url(listen)):
+    if await _is_slotpin(listen.url):
         return f"{where}: slotpin already runs there (slotpin status shows it); choose another port with {choose}"
     return f"{where}: the port is in use; choose another with {choose}"
 
 
 async def _is_slotpin(url: str) -> bool:
-    with Questions() as http:
-        try:
-            return (await Server(http, url, "none").get("/slotpin/health", LONGEST_SECONDS)).body == HEALTHY
-        except NoAnswerError:
-            return False
+    try:
+        with Questions() as questions:
+            async with asyncio.timeout(LONGEST_SECONDS):
+                return (await questions.ask("GET", url, "/slotpin/health")).body == HEALTHY
+    except (TimeoutError, UpstreamError):
+        return False
 
 
 # slotpin answers this from memory.

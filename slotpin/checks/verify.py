@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from slotpin.checks.client import NoAnswerError, Server, key_for_requests
-from slotpin.checks.conversation import ANSWER_TOKENS, SIDE, Run, Turn, write_script
-from slotpin.checks.doctor import listen_url, slotpin_status
+from slotpin.checks.conversation import SIDE, Run, Turn, write_script
+from slotpin.checks.cost import LEAST_TOKENS
+from slotpin.checks.doctor import slotpin_status
 from slotpin.checks.look import Props, Trouble, read_models, read_props, read_slots
 from slotpin.config import Listen, Settings
 from slotpin.errors import UserError
@@ -18,8 +19,6 @@ from slotpin.pinning.reasons import Reason, explain
 from slotpin.proxy.app import Proxy
 from slotpin.proxy.questions import Questions
 
-DEFAULT_TOKENS = 1000
-LEAST_TOKENS = 100
 # Template, answers and the follow-up's question, over the text itself.
 MARGIN = 200
 # What the ends of prompts may differ by without being a loss: a template's generation prompt, a dropped reasoning.
@@ -113,7 +112,7 @@ def _contexts(props: Props, of_slots: Sequence[int | None]) -> list[int]:
 @contextlib.asynccontextmanager
 async def _entry(http: Questions, settings: Settings, say: Say) -> AsyncIterator[str]:
     """The URL of a slotpin with these settings: the one that runs, else one of our own, for this run alone."""
-    url = listen_url(settings.listen)
+    url = settings.listen.url
     try:
         status = await slotpin_status(http, settings.listen) if settings.listen.port else None
     except NoAnswerError:
@@ -223,8 +222,3 @@ def lines(result: Result) -> list[str]:
 def _row(turn: Turn) -> str:
     slot = "?" if turn.slot is None else str(turn.slot)
     return f"  {turn.name:<20}{slot:>6}{turn.evaluated:>12}{turn.reused:>10}{turn.prompt_ms:>12.1f}"
-
-
-def cost(tokens: int = DEFAULT_TOKENS) -> int:
-    """About how many prompt tokens both runs evaluate where no cache is lost."""
-    return 2 * (tokens + tokens // 3 * 2 + 3 * ANSWER_TOKENS)
