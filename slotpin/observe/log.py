@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import msgspec
-import structlog
 
 from slotpin.observe import lines
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """A module that can't be imported for now."""
+    modules = cast("dict[str, object]", sys.modules)
+    there = modules.get(name)
+    modules[name] = None
+    try:
+        yield
+    finally:
+        del modules[name]
+        if there is not None:
+            modules[name] = there
+
+
+with _hidden("rich"):  # structlog takes it where it can: 5 MB to draw what is drawn here without it
+    import structlog
 
 Log = structlog.typing.FilteringBoundLogger
 
