@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
-from slotpin import systemd
+from slotpin import memory, systemd
 from slotpin.config import Loaded
 from slotpin.errors import UserError
 from slotpin.greeting import Start, greeting
@@ -78,7 +77,7 @@ async def _proxy(load: Load) -> AsyncIterator[tuple[Proxy, Loaded]]:
     _make_room_for_connections()
     is_patched("")  # reads the patches now: on a request's way there could be no descriptor left for them
     proxy = Proxy(settings, log, systemd.listening_socket())
-    watchdog = asyncio.create_task(systemd.keep_watchdog())
+    keepers = [asyncio.create_task(each) for each in (systemd.keep_watchdog(), memory.keep_small())]
     try:
         await proxy.start()
         for note in loaded.notes:
@@ -93,7 +92,8 @@ async def _proxy(load: Load) -> AsyncIterator[tuple[Proxy, Loaded]]:
             watch.cancel()
     finally:
         await proxy.stop()
-        watchdog.cancel()
+        for keeper in keepers:
+            keeper.cancel()
 
 
 def _make_room_for_connections() -> None:
@@ -135,6 +135,4 @@ async def _greet(proxy: Proxy, loaded: Loaded, start: Start, more: Sequence[str]
         await proxy.state.probe.build(target)  # for the status
     with contextlib.suppress(OSError):  # a full disk, or nobody reads: no reason not to serve
         print("\n".join([*greeting(proxy.url, loaded, found, start), *more]), flush=True)
-    # What is here now stays: to look through it again and again for garbage stops every stream for 40 ms.
-    gc.collect()
-    gc.freeze()
+    memory.settle()
