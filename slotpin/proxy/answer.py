@@ -15,10 +15,10 @@ from slotpin.proxy.upstream import UpstreamError
 class Watch:
     """What is looked for in the answer to a generating request, and who hears of it.
 
-    `on_begin`: the server works on it. `completions`: how many native answers share one stream.
+    `on_begin`: the server works on it. `completions`: how many native answers share one stream. `end` is for a stream.
     """
 
-    __slots__ = ("begun", "counters", "end", "on_begin", "on_message_end", "shape")
+    __slots__ = ("begun", "completions", "counters", "end", "on_begin", "on_message_end", "shape")
 
     def __init__(
         self,
@@ -28,11 +28,15 @@ class Watch:
         on_message_end: Callable[[Counters | None], None],
     ) -> None:
         self.shape = shape
-        self.end: MessageEndScanner | None = MessageEndScanner(shape, completions)
+        self.completions = completions
+        self.end: MessageEndScanner | None = None
         self.counters = CounterScanner(shape)
         self.on_begin = on_begin
         self.on_message_end = on_message_end
         self.begun = False
+
+    def expect_stream(self) -> None:
+        self.end = MessageEndScanner(self.shape, self.completions)
 
     def feed(self, data: bytes) -> bool:
         """Take the next bytes of the body; True once the message end has been seen in them."""
@@ -76,8 +80,8 @@ class Answer:
 
     def on_head(self, status: int, phrase: bytes, head: ResponseHead) -> None:
         self.status = status
-        if self._watch is not None and not head.event_stream:
-            self._watch.end = None
+        if self._watch is not None and head.event_stream:
+            self._watch.expect_stream()
         if self._incoming.started:
             if status != 200 or not head.event_stream:
                 self._late = bytearray()

@@ -16,7 +16,7 @@ from slotpin.pinning.decision import Action, Decision, refused
 from slotpin.pinning.reasons import Reason
 from slotpin.pinning.roles import Role
 from slotpin.pinning.route import Route, read_route
-from slotpin.proxy.admission import busy_message, last_look
+from slotpin.proxy.admission import Admitted, busy_message, last_look, pass_now
 from slotpin.proxy.answer import Answer, Watch
 from slotpin.proxy.forward import Forward, Forwarded
 from slotpin.proxy.headers import RequestHead
@@ -24,6 +24,7 @@ from slotpin.proxy.ledger import Ledger
 from slotpin.proxy.listener import Incoming
 from slotpin.proxy.plan import ON_UNSAFE, ROLES, Plan, Planner
 from slotpin.proxy.replies import BUG, Reply, error, refusal
+from slotpin.proxy.server import Server
 from slotpin.proxy.sharing import admission as sharing
 from slotpin.proxy.state import State
 from slotpin.proxy.steps import Steps
@@ -106,7 +107,6 @@ class Exchange:
         self._watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
         answer = self._answer = Answer(incoming, self._watch)
         if plan.tracked and plan.decision.action is not Action.REFUSE:
-            await self._steps.in_a_task()
             try:
                 await self._pass_gate(plan, ledger)
             except TimeoutError:
@@ -132,6 +132,8 @@ class Exchange:
             await self._steps.in_a_task()
             raw = await body.read()
         self._arrived = self._state.clock()
+        if (plan := self._planner.plan_now(route, raw)) is not None:
+            return plan
         await self._steps.in_a_task()
         return await self._planner.plan(route, raw)
 
@@ -140,12 +142,14 @@ class Exchange:
         if self._is_over:
             return
         self._is_over = True
-        ledger, answer, watch = self._ledger, self._answer, self._watch
+        ledger, answer, watch, forward = self._ledger, self._answer, self._watch, self._forward
+        # They hold each other, and with them the request's body.
+        self._answer = self._forward = None
         if ledger is None or answer is None or watch is None:
             return
         try:
             ledger.status = answer.status or None
-            over = answer.complete or answer.message_ended or self._forward is None or not self._forward.reached
+            over = answer.complete or answer.message_ended or forward is None or not forward.reached
             ledger.close(outcome, watch.counters.result(), settled=over)
         except Exception:
             self._state.log_bug(self._incoming.head.target)
@@ -167,11 +171,19 @@ class Exchange:
         self._incoming.fail(BUG)
 
     async def _pass_gate(self, plan: Plan, ledger: Ledger) -> None:
-        """Wait until the request may go out. Raises TimeoutError."""
+        """Until the request may go out. Raises TimeoutError."""
         server = plan.server
         assert server is not None
+        who = f"{plan.classified.role} request {self.id}"
+        admitted = pass_now(plan, server, who, self._running.retry_seconds)
+        if admitted is None:
+            await self._steps.in_a_task()
+            admitted = await self._wait_at_gate(plan, server, who)
+        ledger.admitted(server, admitted)
+
+    async def _wait_at_gate(self, plan: Plan, server: Server, who: str) -> Admitted:
         wait_seconds = self._running.settings.gate.wait_seconds
-        entering = server.gates.enter(plan.gate, f"{plan.classified.role} request {self.id}", plan.completions)
+        entering = server.gates.enter(plan.gate, who, plan.completions)
         leave = partial(server.gates.leave, settled=True)
         async with asyncio.timeout(wait_seconds or None):
             if server.gates.is_open(plan.gate):
@@ -192,7 +204,7 @@ class Exchange:
             except BaseException:
                 leave(entered)
                 raise
-        ledger.admitted(server, admitted)
+        return admitted
 
     async def _patiently(self, waiting: Coroutine[Any, Any, T], plan: Plan, undo: Callable[[T], None]) -> T:
         """Wait, with a sign of life to a client that streams. `undo` what came in the moment of being cancelled."""

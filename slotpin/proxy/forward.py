@@ -122,6 +122,7 @@ class Forward:
             self._failed(problem, connected=connection is not None)
 
     def _release(self) -> UpstreamConnection | None:
+        self._answer.on_over = _nobody_waits  # they hold each other
         connection, self._connection = self._connection, None
         upload, self._upload = self._upload, None
         if upload is not None and not upload.done():
@@ -177,3 +178,7 @@ class Forward:
             connection.write(b"0\r\n\r\n")
         if seconds := self._running.settings.timeouts.idle_seconds:
             connection.limit_silence(seconds)
+
+
+def _nobody_waits(_problem: UpstreamError | None) -> None:
+    pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from slotpin.errors import printable
@@ -38,6 +39,7 @@ class Ledger:
         self._admitted: Admitted | None = None
         self._reuse: Reuse | None = None
         self._waited: float | None = None
+        self._closed_at: float | None = None
         state.observer.began(exchange_id, self)
 
     def decided(self) -> None:
@@ -87,12 +89,18 @@ class Ledger:
             self._server.ended()
             self._server.gates.leave(self._admitted.entered, settled=settled)
         self._counters = counters
+        self._closed_at = self._state.clock()
+        # The answer's last bytes go out first.
+        asyncio.get_running_loop().call_soon(self._tell, outcome)
+
+    def _tell(self, outcome: str) -> None:
         self._state.observer.ended(self.record(outcome), self._head.get)
 
     def record(self, outcome: str = "") -> Record:
         """As it is now; `outcome` once it has ended."""
         plan, counters, reuse = self._plan, self._counters, self._reuse
-        decision, now = plan.decision, self._state.clock()
+        decision = plan.decision
+        now = self._state.clock() if self._closed_at is None else self._closed_at
         seconds = now - self._arrived
         decided_at = self._decided_at if self.has_decision else now
         return Record(
