@@ -377,8 +377,9 @@ class ClientConnection(asyncio.Protocol):
         self.flow.lost()
         self._ahead.clear()
         self._is_new = False
-        if self._work is not None:
-            self._work.cancel()
+        work, self._current, self._work = self._work, None, None
+        if work is not None:
+            work.cancel()
 
     def pause_writing(self) -> None:
         self.flow.pause()

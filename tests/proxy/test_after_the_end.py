@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
-from tests.support.proxy import on_loop, request, running_proxy, settings_for
-from tests.support.stub_upstream import SSE_HEAD, Connection, Request, chunk, stub_upstream
+from slotpin.proxy.exchange import Exchange
+from slotpin.proxy.forward import Forward
+from tests.support.proxy import on_loop, request, running_proxy, settings_for, until
+from tests.support.stub_upstream import SSE_HEAD, Connection, Request, answer, chunk, stub_upstream
 
 CHAT = "/v1/chat/completions"
 
@@ -67,3 +70,38 @@ async def test_an_own_route_waits_for_no_body() -> None:
         response = await client.read_response()
         assert (response.status, response.get(b"connection")) == (404, b"close")
         await client.close()
+
+
+def exchanges_held() -> list[object]:
+    return [each for each in gc.get_objects() if isinstance(each, (Exchange, Forward))]
+
+
+@on_loop
+async def test_an_exchange_is_gone_at_its_end() -> None:
+    """At once, not when a garbage collection finds it: the body that it holds may be large."""
+
+    async def by_target(connection: Connection, received: Request) -> None:
+        if received.target == b"/reset":
+            connection.reset()
+        elif b"stream" in received.body:
+            await at_full_speed(connection, received)
+        else:
+            await connection.send(answer(status=b"400 Bad Request" if b"bad" in received.body else b"200 OK"))
+
+    async with stub_upstream(by_target) as stub, running_proxy(settings_for(stub)) as running:
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await running.fetch(CHAT)).status == 200
+            assert (await running.fetch(CHAT, b'{"bad":1}')).status == 400
+            assert (await running.fetch(CHAT, b"[]")).status == 200
+            assert (await running.fetch("/compactor/v1/chat/completions")).status == 503
+            assert (await running.fetch("/reset", b"")).status == 502
+            client = await running.client()
+            await client.send(request("POST", CHAT, b'{"stream":true}'))
+            await client.read_head()
+            client.leave()
+            await running.until_outcome("client_left")
+            await until(lambda: not exchanges_held(), "no exchange is held")
+        finally:
+            gc.enable()
