@@ -54,8 +54,9 @@ slotpin runs as `slotpin serve` with the default log. "slotpin" is in auto mode:
 slot of its own, no request waits at a gate, and every answer is one that was pinned. In "slotpin-off" pinning is off.
 nginx (one process, `proxy_buffering off`, `proxy_request_buffering off`, kept connections, no log) and HAProxy (one
 thread, `option abortonclose`, `option http-no-delay`, `http-reuse always`, no log) read and change nothing of the
-body. naive is `bench/naive.py`: aiohttp on both sides, the body decoded, changed, and encoded. LiteLLM and hearth-llm
-are measured in {slow} rounds and with 16 connections at most.
+body. naive is `bench/naive.py`: aiohttp on both sides, the body decoded, changed, and encoded. bare is `bench/bare.py`:
+uvloop passes bytes on and understands none of them; no proxy on a Python event loop can take less. LiteLLM and
+hearth-llm are measured in {slow} rounds and with 16 connections at most.
 
 A stream's chunk carries the time when it was made; its delay is how old it is when it arrives. The stub sends each with
 a call of its own. A large body is one chat request with many messages; "role from the path" means `/main/v1/…` for

@@ -140,9 +140,9 @@ def tables(results: Results, measures: Sequence[str], targets: Sequence[str]) ->
 
 def goals(results: Results) -> str:
     """Markdown; empty where none could be measured."""
-    lines = ["| goal | bound | slotpin | slotpin, pinning off |", "| --- | --- | --- | --- |"]
+    lines = ["| goal | bound | slotpin | slotpin, pinning off | bare |", "| --- | --- | --- | --- | --- |"]
     for goal in GOALS:
-        verdicts = [goal.verdict(results, target) for target in ("slotpin", "slotpin-off")]
+        verdicts = [goal.verdict(results, target) for target in ("slotpin", "slotpin-off", "bare")]
         if set(verdicts) != {"-"}:
             lines.append(f"| {goal.text} | {goal.bounds} | {' | '.join(verdicts)} |")
     return "\n".join(["## Goals", "", *lines, ""]) if len(lines) > 2 else ""

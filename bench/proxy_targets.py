@@ -13,6 +13,7 @@ import venv
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import aiohttp
@@ -165,6 +166,10 @@ def _naive(port: int, upstream: int, folder: Path) -> Command:
     return Command([sys.executable, "-m", "bench.naive", str(port), str(upstream)])
 
 
+def _bare(port: int, upstream: int, folder: Path) -> Command:
+    return Command([sys.executable, "-m", "bench.bare", str(port), str(upstream)])
+
+
 def _litellm(port: int, upstream: int, folder: Path) -> Command:
     (folder / "litellm.yaml").write_text(LITELLM.format(upstream=upstream))
     # Without it LiteLLM asks the internet for prices at its start.
@@ -184,6 +189,7 @@ STARTS: dict[str, Start] = {
     "slotpin-off": lambda *where: _slotpin(False, *where),
     "nginx": _nginx,
     "haproxy": _haproxy,
+    "bare": _bare,
     "naive": _naive,
     "litellm": _litellm,
     "hearth": _hearth,
@@ -280,7 +286,7 @@ def version(name: str) -> str:
         return _says("nginx").removeprefix("nginx version: ").replace("/", " ")
     if name == "haproxy":
         return " ".join(_says("haproxy").split()[:3]).replace("version ", "")
-    return f"aiohttp {aiohttp.__version__}"
+    return f"uvloop {metadata.version('uvloop')}" if name == "bare" else f"aiohttp {aiohttp.__version__}"
 
 
 def _says(name: str) -> str:

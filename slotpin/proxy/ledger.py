@@ -86,7 +86,6 @@ class Ledger:
             self.decided()
         self._state.bindings.abort(self._id)  # there is nothing to drop after a message end
         if self._server is not None and self._admitted is not None:
-            self._server.ended()
             self._server.gates.leave(self._admitted.entered, settled=settled)
         self._counters = counters
         self._closed_at = self._state.clock()

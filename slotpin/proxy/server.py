@@ -28,7 +28,6 @@ class _Mark:
 
     at: float
     begun: int
-    ended: int
     strays: int
 
 
@@ -64,11 +63,13 @@ class Server:
         self._topology: Topology | None = None
         self._asked_at = float("-inf")
         self._taken_at = float("-inf")
-        # When exchanges were answered that were sent after the last look: each has taken a task's number.
-        self._answered: deque[float] = deque(maxlen=4096)
-        # Exchanges that the server was sent, those that are over, and those that ran in a slot of its own choice; who
-        # ran last in a slot; when a turn ended.
-        self._begun = self._ended = self._strays = 0
+        # When exchanges were sent that have been answered since the last look, and when that was.
+        self._answered: deque[tuple[float, float]] = deque(maxlen=4096)
+        # When the latest one was sent that had been answered at the last look.
+        self._passed = float("-inf")
+        # Exchanges that the server was sent, and those that ran in a slot of its own choice; who ran last in a slot;
+        # when a turn ended.
+        self._begun = self._strays = 0
         self._begun_at = float("-inf")
         self._ran: dict[int, str] = {}
         self._marks: Recent[str, _Mark] = Recent(1024)
@@ -114,23 +115,19 @@ class Server:
         else:
             self._ran[slot] = who
 
-    def ended(self) -> None:
-        self._ended += 1
-
     def answered(self, sent_at: float) -> None:
         """An exchange that was sent then has run in a slot, to its message end."""
-        if sent_at > self._taken_at:  # else the last look may have shown its number
-            self._answered.append(self._clock())
+        self._answered.append((sent_at, self._clock()))
 
     def mark(self, key: str) -> None:
         """A turn of this conversation has ended just now."""
-        self._marks[key] = _Mark(self._clock(), self._begun, self._ended, self._strays)
+        self._marks[key] = _Mark(self._clock(), self._begun, self._strays)
 
     def learned(self, counts: Counts) -> None:
         """How far all slotpins together are."""
         if counts.begun != self._begun:
             self._begun_at = self._clock()
-        self._begun, self._ended, self._strays = counts.begun, counts.ended, counts.strays
+        self._begun, self._strays = counts.begun, counts.strays
 
     def left_behind(self, key: str, before: LeftBehind | None) -> None:
         """Where the server's history stood for all slotpins when the conversation's last turn ended."""
@@ -138,7 +135,7 @@ class Server:
             self._marks.pop(key, None)
         else:
             counts = before.counts
-            self._marks[key] = _Mark(before.at, counts.begun, counts.ended, counts.strays)
+            self._marks[key] = _Mark(before.at, counts.begun, counts.strays)
 
     def was_there(self, slot: int, who: str) -> None:
         """Who ran last in a slot, as the others know it."""
@@ -163,20 +160,18 @@ class Server:
     def holds(self, key: str, left: Left, slot: int) -> bool | None:
         """Whether the slot still held what this conversation left there, at the last look. None: no way to tell."""
         mark = self._marks.get(key)
-        if mark is None or left.epoch != self.epoch or not self._looked_since(mark):
-            return None
         found = self._topology.slot(slot) if self._topology is not None else None
-        if found is None:
+        if mark is None or found is None or left.epoch != self.epoch:
             return None
         untouched = not self.other_ran(key, slot)
-        if not found.tokens:
-            if untouched and self._begun > mark.begun:
-                self.clears_idle_slots = True
-                self._stopped_at = self._clock()
-            return False
-        if untouched and self._ended > mark.ended and self.clears_idle_slots is None:
-            self.clears_idle_slots = False
-        return True
+        if found.tokens and untouched and self._passed > mark.at and self.clears_idle_slots is None:
+            self.clears_idle_slots = False  # another one has run since, from its beginning to its end
+        if not self._looked_since(mark):
+            return None
+        if not found.tokens and untouched and self._begun > mark.begun:
+            self.clears_idle_slots = True
+            self._stopped_at = self._clock()
+        return found.tokens > 0
 
     def find(self, key: str, left: Left) -> int | None:
         """The one idle slot that holds as many tokens as this conversation left in a slot of the server's choice."""
@@ -210,9 +205,12 @@ class Server:
         latest = self._probe.latest(self.target)
         if latest is not None and latest[0] is not self._topology:
             topology, asked_at = latest
+            passed = [sent_at for sent_at, at in self._answered if at < asked_at]
+            self._passed = max([self._passed, *passed])
             if (before := self._topology) is not None:
-                passed = sum(at < asked_at for at in self._answered)
-                if before.ids != topology.ids or topology.last_task < before.last_task + passed:
+                # Each has taken a task's number; that of one that was sent before may have been seen already.
+                taken = sum(sent_at > self._taken_at for sent_at in passed)
+                if before.ids != topology.ids or topology.last_task < before.last_task + taken:
                     self._restarted()
             if (shared := self.shared) is not None:
                 if asked_at > shared.high_at and topology.last_task < shared.high:
@@ -236,4 +234,5 @@ class Server:
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.clears_idle_slots = None
+        self._passed = float("-inf")
         self._ran.clear()

@@ -2,85 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
 import pytest
 
-from slotpin.llama.series import choose
 from slotpin.pinning.decision import Action
 from slotpin.pinning.reasons import Reason
-from slotpin.pinning.reuse import Left
-from slotpin.pinning.route import read_route
 from slotpin.proxy.admission import Admitted, last_look, pass_now
-from slotpin.proxy.headers import Headers, RequestHead
-from slotpin.proxy.plan import LARGE_BYTES, Plan, Planner
+from slotpin.proxy.headers import Headers
+from slotpin.proxy.plan import LARGE_BYTES, Plan
 from slotpin.proxy.probe import CACHE_SECONDS
-from slotpin.proxy.server import Server
-from slotpin.proxy.state import State
-from tests.support.clock import Clock
-from tests.support.proxy import capturing_log, on_loop, settings_for
-from tests.support.stub_upstream import Connection, Request, answer, stub_upstream
+from tests.support.front import FIRST, NEXT, PATCHED, STOCK, Front, body, front
+from tests.support.proxy import on_loop
 
-CHAT = "/v1/chat/completions"
 ANTHROPIC = "/v1/messages"
-STOCK = "b1-abc"
-PATCHED = f"b1-abc+slotpin.{choose('all').digest}"
-FIRST: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-NEXT = [*FIRST, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-
-
-class Front:
-    """A llama-server with three slots, and what slotpin knows of it."""
-
-    def __init__(self, state: State, clock: Clock) -> None:
-        self.state = state
-        self.clock = clock
-        self.count = 0
-
-    @property
-    def server(self) -> Server:
-        return self.state.server(self.state.running.probe_target)
-
-    def planner(self, headers: Headers) -> Planner:
-        self.count += 1
-        head = RequestHead("POST", CHAT.encode(), [(b"Host", b"h"), *headers], http10=False, keep_alive=True)
-        return Planner(self.state, self.state.running, f"request {self.count}", head)
-
-    async def plan(self, body: bytes, target: str = CHAT, headers: Headers | None = None) -> Plan:
-        return await self.planner(headers or []).plan(read_route("POST", target.encode()), body)
-
-    def plan_now(self, body: bytes, target: str = CHAT, headers: Headers | None = None) -> Plan | None:
-        return self.planner(headers or []).plan_now(read_route("POST", target.encode()), body)
-
-    def ended(self, plan: Plan, admitted: Admitted) -> None:
-        """Its turn has had 100 tokens."""
-        assert plan.conversation is not None
-        self.server.gates.leave(admitted.entered, settled=True)
-        self.server.ended()
-        plan.conversation.left = Left(100, 10, plan.decision.slot, self.server.epoch, 4096)
-        self.server.mark(plan.conversation.key)
-
-
-@asynccontextmanager
-async def front(enabled: bool | str = "auto", build: str = STOCK, tokens: int = 100) -> AsyncIterator[Front]:
-    async def script(connection: Connection, _: Request) -> None:
-        await connection.send(answer(json.dumps({"build_info": build}).encode()))
-
-    slots = [{"id": slot, "n_ctx": 4096, "is_processing": False, "n_prompt_tokens": tokens} for slot in range(3)]
-    async with stub_upstream(script, slots=answer(json.dumps(slots).encode())) as stub:
-        clock = Clock()
-        state = State(settings_for(stub, enabled), capturing_log()[0], clock)
-        try:
-            yield Front(state, clock)
-        finally:
-            await state.close()
-
-
-def body(messages: object = FIRST, **members: object) -> bytes:
-    return json.dumps({"model": "m", "messages": messages, **members}).encode()
 
 
 def shown(plan: Plan) -> tuple[object, ...]:
@@ -180,7 +113,9 @@ async def _next_turn(slotpin: Front, *, looked: bool, now: bool) -> tuple[Plan, 
     slotpin.ended(first, admitted)
     slotpin.clock.now += 1
     server.began(2, "c2")
-    server.ended()
+    sent_at = slotpin.clock.now
+    slotpin.clock.now += 1
+    slotpin.answered(sent_at)
     slotpin.clock.now += 1
     await server.is_patched()
     if looked:

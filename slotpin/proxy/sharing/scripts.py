@@ -10,7 +10,7 @@ Keys of one llama-server, all under one hash tag:
 | `queue` | places `SLOT OWNER TOKEN` in their order |
 | `flights` | by `OWNER TOKEN`: `KIND SLOT WIDTH SENT` of a request at the server; kind `p`: pinned, `s`: the server |
 |   | chose its slot, `g`: as `s`, and its client has left |
-| `meta` | `epoch`, `high` (last task number in it), `begun`, `ended`, `strays`; by `ran` and a slot: who was there |
+| `meta` | `epoch`, `high` (last task number in it), `begun`, `strays`; by `ran` and a slot: who was there |
 | `lefts` | by conversation: what its last turn left, the counts at that moment, and when it was |
 | `table` | by conversation: its entry; `log` has the version of each |
 """
@@ -61,7 +61,7 @@ if current == epoch and high > highest then
 end
 local function state() return {run, math.max(0, opens - now), current, highest, text(now)} end
 local function number(key) return tonumber(redis.call('HGET', meta, key) or 0) end
-local function counts() return {number('begun'), number('ended'), number('strays')} end
+local function counts() return {number('begun'), number('strays')} end
 -- Requests of which nobody can say that they keep out of this one's slot: every `KIND`, without those that are excused.
 local function others(kinds, own, excused)
   local all = {}
@@ -180,7 +180,6 @@ if slot ~= '' then
 end
 local flight = redis.call('HGET', flights, mine)
 if flight then
-  redis.call('HINCRBY', meta, 'ended', 1)
   local kind, at, wide = string.match(flight, '^(%S+) (%S+) (%S+)')
   if kind == 's' and not settled then
     redis.call('HSET', flights, mine, 'g ' .. at .. ' ' .. wide .. ' ' .. text(now))

@@ -37,10 +37,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Requests of all slotpins on this server: begun, ended, and begun in a slot of the server's choice."""
+    """Requests of all slotpins on this server: begun, and begun in a slot of the server's choice."""
 
     begun: int
-    ended: int
     strays: int
 
 
@@ -397,7 +396,7 @@ class Shared:
     def _left(self, text: str) -> LeftBehind | None:
         if not text:
             return None
-        json, *counts, at = text.rsplit(" ", 4)
+        json, *counts, at = text.rsplit(" ", 3)
         left = Left(*msgspec.json.decode(json))
         return LeftBehind(left, Counts(*map(int, counts)), self.local_time(int(at) / 1000))
 
