@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from slotpin.pinning.message_end import Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+class Counters(msgspec.Struct, frozen=True):
     """Tokens and time of one answer (llama.cpp tools/server/server-common.cpp, server_slot_stats::to_json)."""
 
     evaluated: int  # prompt tokens that were evaluated

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from slotpin.pinning.counters import Counters
     from slotpin.pinning.turn import Difference
@@ -20,8 +22,7 @@ WARN_TOKENS = 256
 WARN_SHARE = 10  # a tenth of what was expected
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True):
     """What a conversation's turn left in its slot, in tokens."""
 
     prompt: int  # evaluated and re-used
@@ -44,8 +45,7 @@ class Cause(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True):
     """What is known of a turn besides its counters."""
 
     epoch: int
@@ -56,8 +56,7 @@ class Evidence:
     difference: Difference | None  # where its prompt stops being an append of the last one
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(msgspec.Struct, frozen=True):
     """In tokens. `lost` of `expected` were not found again; more than expected may be `got`."""
 
     expected: int

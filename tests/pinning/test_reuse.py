@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slotpin.pinning.counters import Counters
 from slotpin.pinning.reuse import ENDING, REMEDIES, Cause, Evidence, Left, Reuse, advise, assess
