@@ -30,7 +30,7 @@ class Bindings:
 
     def __init__(self, max_ended: int = 1024) -> None:
         self._open: dict[str, Binding] = {}
-        # The requests of each conversation that are open, in the order of their arrival.
+        # The requests of each conversation that are open and may leave a ticket, in the order of their arrival.
         self._requests: dict[str, dict[str, None]] = {}
         self._ended: Recent[str, Binding] = Recent(max_ended)
 
@@ -42,22 +42,28 @@ class Bindings:
 
     def end(self, request_id: str) -> None:
         """The message ended: from now on the binding is its conversation's ticket."""
-        binding = self._open.get(request_id)
+        binding = self._open.pop(request_id, None)
         if binding is None:
             return
-        # Only the latest turn of a conversation leaves a ticket: a later one is still open, or has left its own.
-        is_latest = next(reversed(self._requests[binding.conversation])) == request_id
-        self.abort(request_id)
-        if is_latest and binding.conversation not in self._ended:
+        requests = self._requests.get(binding.conversation, {})
+        if request_id not in requests:
+            return  # a later turn has ended before
+        # Only the latest turn leaves a ticket, and those that came before this one never will.
+        if next(reversed(requests)) == request_id:
             self._ended[binding.conversation] = replace(binding, ended=True)
+        while next(iter(requests)) != request_id:
+            del requests[next(iter(requests))]
+        self._drop(binding)
 
     def abort(self, request_id: str) -> None:
-        binding = self._open.pop(request_id, None)
-        if binding is not None:
-            requests = self._requests[binding.conversation]
-            del requests[request_id]
-            if not requests:
-                del self._requests[binding.conversation]
+        if (binding := self._open.pop(request_id, None)) is not None:
+            self._drop(binding)
+
+    def _drop(self, binding: Binding) -> None:
+        requests = self._requests.get(binding.conversation, {})
+        requests.pop(binding.request_id, None)
+        if not requests:
+            self._requests.pop(binding.conversation, None)
 
     def forget(self, conversation: str) -> None:
         """Its ticket is no longer needed."""

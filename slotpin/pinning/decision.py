@@ -184,14 +184,14 @@ def _flaw(
 
 def _harmless(binding: Binding, flaw: Reason | None, compactor_slot: int, valid: Collection[str]) -> bool:
     """Whether a side request on the compactor's slot takes nothing that was kept for this ended conversation."""
-    if not binding.ended or flaw is None:
+    if not binding.ended or flaw is None or binding.conversation in valid:
         return False
     if flaw is Reason.TOPOLOGY_CHANGED:
         return True  # a server with other slots is another process: its cache is gone
     if flaw is Reason.SETTINGS_CHANGED:
         return binding.decision.slot not in (None, compactor_slot)
     # Where it ran nothing was kept for it, so only its own side requests have something to fear there.
-    return binding.conversation not in valid and binding.decision.slot != compactor_slot
+    return binding.decision.slot != compactor_slot
 
 
 def _binding_flaw(binding: Binding, generation: int, slot_ids: tuple[int, ...]) -> Reason | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -62,8 +61,7 @@ class Turn(msgspec.Struct, frozen=True):
     compacted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """Where a turn stops being an append of the one before: `index` as the client counts messages, `what` is its role.
 
     `index` is None for what isn't a message; `what` never holds text of the client's. `compacted`: the client has put a

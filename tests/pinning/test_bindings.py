@@ -117,6 +117,20 @@ def test_the_later_of_two_stays_the_ticket_when_the_earlier_is_aborted() -> None
     assert names(bindings) == ["2"]
 
 
+def test_a_turn_that_was_overtaken_leaves_no_ticket_once_that_one_is_gone() -> None:
+    """The later turn has ended, and the one after it has taken its ticket away: whoever ends now is not the latest."""
+    bindings = Bindings()
+    for request_id in ("1", "2"):
+        bindings.open(main(request_id))
+    bindings.end("2")
+    bindings.open(main("3"))
+    bindings.abort("3")
+    assert names(bindings) == ["1"]  # still running, so still in the way
+    bindings.end("1")
+    assert names(bindings) == []
+    assert (bindings.open_count, bindings.ended_count) == (0, 0)
+
+
 def test_without_a_name_every_open_binding_and_the_last_ticket_are_candidates() -> None:
     bindings = Bindings()
     bindings.open(main("1", "a"))

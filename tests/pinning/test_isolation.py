@@ -153,6 +153,17 @@ def test_an_unnamed_compactor_request_is_judged_by_every_conversation_that_it_ma
     assert (side.action, side.reason) == (Action.REFUSE, Reason.AMBIGUOUS_OVERLAP)
 
 
+def test_an_older_turn_does_not_vouch_for_the_latest_one() -> None:
+    """It is still open and of the server that is there; in between the conversation had a turn on another one."""
+    config, topology = PinSettings("auto", 0, 1, same_endpoint=True), topology_of((0, 1, 2))
+    bindings = Bindings()
+    for name, there in (("older", topology), ("latest", topology_of((0,)))):
+        bindings.open(Binding(name, "c", decide_main(config, there, read(b"{}")), 0, there.ids))
+    bindings.end("latest")
+    side = decide_compactor(config, topology, Request(), bindings.candidates("c"))
+    assert (side.action, side.reason) == (Action.REFUSE, Reason.AMBIGUOUS_OVERLAP)
+
+
 @dataclass
 class Main:
     """A main request as the server saw it: the model that `Bindings` is held against."""

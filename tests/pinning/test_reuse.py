@@ -26,7 +26,7 @@ def counted(evaluated: int, cached: int) -> Counters:
 
 
 def changed(evidence: Evidence, **fields: object) -> Evidence:
-    return replace(evidence, **fields)  # type: ignore[arg-type]
+    return replace(evidence, **fields)
 
 
 @pytest.mark.parametrize(
