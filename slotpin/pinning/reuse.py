@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from slotpin.pinning.counters import Counters
-    from slotpin.pinning.turn import Difference
+from slotpin.pinning.counters import Counters
+from slotpin.pinning.turn import Difference
 
 # The next turn never has all of a prompt's last tokens: a template closes it with an opening of the answer (a role, an
 # empty thought) that it writes otherwise once the answer is there, and a sliding-window or hybrid model goes back to a
