@@ -201,10 +201,6 @@ class Conversations:
         found = appended_to or self._most_in_common(turn, model, ids)
         return self._compacted(turn, model, ids) if found is None and turn.compacted else found
 
-    def advance(self, ids: Sequence[SessionId], turn: Turn, model: str | None, now: float) -> Conversation:
-        """Take over a main request: as the next turn of its conversation, or as the first of a new one."""
-        return self.take(self.find(ids, turn, model), ids, turn, model, now)
-
     def take(
         self, conversation: Conversation | None, ids: Sequence[SessionId], turn: Turn, model: str | None, now: float
     ) -> Conversation:

@@ -339,7 +339,8 @@ class TestSessions:
     def main(self, headers: dict[bytes, bytes], body: Json, shape: Shape = Shape.CHAT) -> str:
         read = read_body(json.dumps(body).encode())
         ids = session_ids(headers.get, read)
-        return self.all.advance(ids, turn_of(body, shape), "local", 0.0).key
+        turn = turn_of(body, shape)
+        return self.all.take(self.all.find(ids, turn, "local"), ids, turn, "local", 0.0).key
 
     def side(self, headers: dict[bytes, bytes], body: Json) -> str | None:
         """The conversation that a side request's ids name, or else its parent's."""

@@ -33,8 +33,9 @@ class Table:
 
     def take(self, *messages: int, ids: Ids = (), model: str = "m", opening: int = 0) -> str:
         self.now += 1
-        found = self.all.find(ids, turn(*messages, opening=opening), model)
-        conversation = self.all.advance(ids, turn(*messages, opening=opening), model, self.now)
+        this = turn(*messages, opening=opening)
+        found = self.all.find(ids, this, model)
+        conversation = self.all.take(found, ids, this, model, self.now)
         assert (found is None) == (conversation.turns == 1) and found in (None, conversation)
         assert conversation.turn.messages == messages and conversation.last_used == self.now
         return conversation.key
@@ -372,7 +373,7 @@ class TestSessionIds:
 
 
 def test_what_is_kept_of_a_conversation() -> None:
-    conversation = Conversations().advance(session("a"), turn(1, 2), None, 5.0)
+    conversation = Conversations().take(None, session("a"), turn(1, 2), None, 5.0)
     assert isinstance(conversation, Conversation)
     assert (conversation.key, conversation.model, conversation.turns) == ("c1", None, 1)
     assert (conversation.last_used, conversation.left) == (5.0, None)
