@@ -29,13 +29,17 @@ class Steps:
         # wait for.
         self._task = asyncio.get_running_loop().create_task(steps)
         self._tasks.add(self._task)
-        self._task.add_done_callback(self._tasks.discard)
+        self._task.add_done_callback(self._ended)
 
     @types.coroutine
     def in_a_task(self) -> Generator[None, None, None]:
         """What follows may wait."""
         if self._task is None:
             yield
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._task = None  # one that was cancelled holds what it was at
 
     def cancel(self) -> bool:
         """Whether there was something to cancel."""

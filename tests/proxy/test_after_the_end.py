@@ -100,8 +100,14 @@ async def test_an_exchange_is_gone_at_its_end() -> None:
             client = await running.client()
             await client.send(request("POST", CHAT, b'{"stream":true}'))
             await client.read_head()
+            waiting = await running.client()
+            await waiting.send(request("POST", CHAT, b'{"messages":[]}'))
+            await until(
+                lambda: running.proxy.state.observer.under_way[-1].outcome == "waiting", "it waits for its slot"
+            )
+            waiting.leave()
             client.leave()
-            await running.until_outcome("client_left")
+            await running.until_outcome("client_left", 2)
             await until(lambda: not exchanges_held(), "no exchange is held")
         finally:
             gc.enable()
