@@ -11,6 +11,7 @@ import msgspec
 
 from slotpin.config import Listen, Settings
 from slotpin.errors import UserError
+from slotpin.pinning.request import UNREADABLE
 from slotpin.proxy.questions import Questions
 from slotpin.proxy.upstream import UpstreamError
 
@@ -48,7 +49,7 @@ class Reply:
         """The body as `shape`; None if it is something else."""
         try:
             return msgspec.json.decode(self.body, type=shape)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return None
 
     @property

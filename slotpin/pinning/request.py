@@ -12,6 +12,8 @@ import msgspec
 
 from slotpin.pinning.ids import ABSENT, ClientId, read_id
 
+# What msgspec raises on text that is no JSON, no UTF-8, or nested too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -159,7 +161,7 @@ _Parts = tuple[Fields, list[msgspec.Raw], list[msgspec.Raw], msgspec.Raw]
 def _read_or_none(text: bytes | bytearray | memoryview) -> _Parts | None:
     try:
         return _read(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -189,7 +191,7 @@ def read_member(body: Body, name: str) -> Any:
         return read_value(getattr(body.fields, name))
     try:
         return read_value(_member_decoder(name).decode(body.text).value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -237,7 +239,7 @@ def read_role(element: msgspec.Raw) -> str:
         return found[1].decode()
     try:
         role = _role_decoder.decode(element).role
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
     return role if isinstance(role, str) else ""
 
@@ -245,7 +247,7 @@ def read_role(element: msgspec.Raw) -> str:
 def _content(message: msgspec.Raw) -> tuple[str, ...]:
     try:
         return _texts(_content_decoder.decode(message).content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ()
 
 
@@ -279,5 +281,5 @@ def read_value(raw: msgspec.Raw) -> Any:
         return None
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from slotpin.pinning.request import UNREADABLE
+
 
 class TopologyError(ValueError):
     """The answer is not a list of slots; the message says why."""
@@ -70,7 +72,7 @@ def parse_topology(body: bytes) -> Topology:
     """
     try:
         slots = _slots(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         what = "an array of objects with integer ids" if isinstance(error, msgspec.ValidationError) else "JSON"
         raise TopologyError(f"the answer is not {what}") from None
     if len({slot.id for slot in slots}) != len(slots):
