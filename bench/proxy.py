@@ -200,7 +200,9 @@ def main() -> None:
         versions = ", ".join(
             version(name) for name in targets if name not in ("direct", "slotpin-off", *results.missing)
         )
-        words = "".join(f" {word}" for word in sys.argv[1:] if word != "--write")
+        chosen = {name: getattr(options, name) for name in ("only", "targets", "rounds")}
+        words = " --quick" * options.quick
+        words += "".join(f" --{name} {value}" for name, value in chosen.items() if value != parser.get_default(name))
         method = METHOD.format(
             options=words, machine=machine(), rounds=rounds, load=load, versions=versions, slow=min(rounds, SLOW_ROUNDS)
         )
