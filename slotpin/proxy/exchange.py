@@ -104,7 +104,7 @@ class Exchange:
             return
         plan = await self._plan(route)
         ledger = self._ledger = Ledger(self._state, self._running, self.id, plan, head, self._arrived)
-        self._watch = Watch(route.shape, plan.completions, ledger.begun, ledger.message_ended)
+        self._watch = Watch(route.shape, plan.completions, self._begun, ledger.message_ended)
         answer = self._answer = Answer(incoming, self._watch)
         if plan.tracked and plan.decision.action is not Action.REFUSE:
             try:
@@ -136,6 +136,12 @@ class Exchange:
             return plan
         await self._steps.in_a_task()
         return await self._planner.plan(route, raw)
+
+    def _begun(self) -> None:
+        """The server works on it."""
+        if self._ledger is not None and self._forward is not None:
+            self._ledger.begun()
+            self._forward.forget_body()
 
     def _over(self, outcome: Outcome) -> None:
         """Once, whatever has become of it."""

@@ -92,6 +92,10 @@ class Forward:
         if body is None:
             self._upload = asyncio.create_task(self._pass_body(connection, sized=length is not None))
 
+    def forget_body(self) -> None:
+        """The answer has begun, so it can't be sent again."""
+        self._body = None
+
     def leave(self) -> None:
         """Nobody waits for the answer any more."""
         if (connection := self._release()) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ class _Gate:
     """`unsettled`: the exchange before is over for us since `left_at`, but perhaps not for the server."""
 
     holder: Pass | None = None
-    waiting: deque[tuple[Pass, asyncio.Future[None]]] = field(default_factory=deque)
+    waiting: list[tuple[Pass, asyncio.Future[None]]] = field(default_factory=list)
     unsettled: bool = False
     left_at: float = 0.0
 
@@ -253,7 +252,7 @@ class Gates:
     def _open(self, gate: _Gate) -> None:
         gate.unsettled = False
         while gate.waiting:
-            entering, opened = gate.waiting.popleft()
+            entering, opened = gate.waiting.pop(0)
             if not opened.done():  # else its client has left in this very moment
                 gate.holder = entering
                 opened.set_result(None)

@@ -29,6 +29,7 @@ class Ledger:
         self._running = running
         self._id = exchange_id
         self._plan = plan
+        self._model = plan.body.model if plan.body is not None else None
         self._head = head
         self._arrived = arrived
         self._decided_at = arrived
@@ -66,7 +67,8 @@ class Ledger:
         self.decided()
 
     def begun(self) -> None:
-        """The server works on it."""
+        """The server works on it: its body is needed no longer, and may be large."""
+        self._plan.forget_body()
         if self._admitted is not None:
             self._admitted.entered.running = True
 
@@ -106,7 +108,7 @@ class Ledger:
             id=self._id,
             arrived=time.time() - seconds,
             client=client_name((self._head.get(b"user-agent") or b"")[:_AGENT_BYTES]),
-            model=printable(plan.body.model[:_MODEL_LETTERS]) if plan.body is not None and plan.body.model else None,
+            model=printable(self._model[:_MODEL_LETTERS]) if self._model else None,
             server=plan.server.model if plan.server is not None else "",
             role=plan.classified.role,
             found_by=plan.classified.found_by,

@@ -57,6 +57,10 @@ class Plan:
     names_slot: bool = False
     tracked: bool = False
 
+    def forget_body(self) -> None:
+        """It will not be sent again."""
+        self.raw = self.body = None
+
     @property
     def pinned(self) -> bool:
         """Whether the server is told in which slot to run it."""

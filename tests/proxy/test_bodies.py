@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
+import slotpin
 from tests.proxy.odd import FRAMES, GENERATING, ODD_JSON, odd_stream, without_inserted
 from tests.support.proxy import Client, Running, on_loop, request, running_proxy, settings_for, until
 from tests.support.stub_upstream import (
     LAST_CHUNK,
+    SSE_HEAD,
     Connection,
+    Request,
     answer,
     chunk,
     stub_upstream,
 )
+
+PACKAGE = Path(slotpin.__file__).parent
 
 # Large bodies
 
@@ -39,6 +46,40 @@ async def test_five_megabytes_of_chat() -> None:
             await client.close()
             restored = without_inserted(stub.requests[-1].body, "main")
             assert hashlib.sha256(restored).digest() == hashlib.sha256(body).digest()
+
+
+@on_loop
+async def test_a_large_body_is_kept_no_longer_than_it_could_be_sent_again() -> None:
+    """Answers take minutes, and each of them would keep its prompt."""
+    size = 8 * 2**20
+    goes_on = asyncio.Event()
+
+    async def script(connection: Connection, _: Request) -> None:
+        stub.requests.clear()
+        await connection.send(SSE_HEAD, chunk(b":\n\n"))
+        await goes_on.wait()
+        await connection.send(chunk(b"data: {}\n\n"))
+        await connection.gone()
+
+    def kept() -> int:
+        """Bytes that code of slotpin's has taken."""
+        traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, f"{PACKAGE}/*")])
+        return sum(each.size for each in traces.statistics("filename"))
+
+    async with stub_upstream(script) as stub, running_proxy(settings_for(stub)) as running:
+        tracemalloc.start()
+        try:
+            client = await running.client()
+            body = b'{"stream":true,"messages":[{"role":"user","content":"%b"}]}' % (b"x" * size)
+            await client.send(request("POST", "/v1/chat/completions", body))
+            await client.read_head()
+            assert kept() > size
+            goes_on.set()
+            await until(lambda: kept() < size / 8, "the body is let go")
+        finally:
+            tracemalloc.stop()
+        client.leave()
+        await running.until_outcome("client_left")
 
 
 async def _upload(running: Running, target: str, body: bytes, chunked: bool) -> None:
