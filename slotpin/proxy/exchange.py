@@ -150,7 +150,7 @@ class Exchange:
         self._is_over = True
         ledger, answer, watch, forward = self._ledger, self._answer, self._watch, self._forward
         # They hold each other, and with them the request's body.
-        self._answer = self._forward = None
+        self._answer = self._forward = self._watch = None
         if ledger is None or answer is None or watch is None:
             return
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from slotpin.proxy.admission import pass_now
 from tests.support.front import NEXT, body, front
-from tests.support.proxy import on_loop, request, running_proxy, settings_for
+from tests.support.proxy import on_loop, running_proxy, settings_for
 from tests.support.stub_upstream import Connection, Request, answer, stub_upstream
 
 CHAT = "/v1/chat/completions"
@@ -51,32 +51,41 @@ async def test_another_one_has_to_run_all_the_while(sent: int, answered: int | N
 
 
 @on_loop
-async def test_conversations_that_never_rest_are_not_looked_for_each_time() -> None:
-    """Between any look and the answer to it others begin."""
+async def test_it_is_learned_where_conversations_never_rest() -> None:
+    """Others begin between a look and the answer to it, so that it doesn't show how the slots are now."""
     tasks = 0
+    held = asyncio.Event()  # what is asked of the slots is answered then
+    held.set()
+    asked = asyncio.Event()
 
-    async def script(connection: Connection, _: Request) -> None:
+    async def script(connection: Connection, received: Request) -> None:
         nonlocal tasks
+        if received.target.startswith(b"/slots"):
+            slot = {"n_ctx": 4096, "is_processing": False, "n_prompt_tokens": 11, "id_task": tasks}
+            shown = answer(json.dumps([{"id": number, **slot} for number in range(4)]).encode())
+            asked.set()
+            await held.wait()
+            await connection.send(shown)
+            return
         tasks += 1
-        await asyncio.sleep(0.002)
         usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
-        stub.slots = slots(tasks)
         await connection.send(answer(json.dumps({"usage": usage}).encode()))
 
-    def slots(task: int) -> bytes:
-        shown = {"n_ctx": 4096, "is_processing": False, "n_prompt_tokens": 11, "id_task": task}
-        return answer(json.dumps([{"id": slot, **shown} for slot in range(8)]).encode())
+    async with stub_upstream(script, slots=None) as stub, running_proxy(settings_for(stub)) as running:
 
-    async with stub_upstream(script, slots=slots(0)) as stub, running_proxy(settings_for(stub)) as running:
+        async def turn(session: bytes, text: str) -> None:
+            messages = [{"role": "user", "content": text}]
+            answered = await running.fetch(CHAT, body(messages), [b"X-Slotpin-Session: " + session])
+            assert b"X-Slotpin-Reason: pinned" in answered.head
 
-        async def converse(number: int) -> None:
-            client = await running.client()
-            lines = [b"X-Slotpin-Session: %d" % number]
-            for _ in range(50):
-                await client.send(request("POST", CHAT, body(), lines))
-                assert b"X-Slotpin-Reason: pinned" in (await client.read_response()).head
-            await client.close()
-
-        await asyncio.gather(*map(converse, range(6)))
-        assert len(stub.probes) < 100, "300 requests"
+        await turn(b"a", "one")
+        await turn(b"b", "two")
+        held.clear()
+        asked.clear()
+        waits = asyncio.create_task(turn(b"a", "one"))
+        await asked.wait()
+        await turn(b"c", "three")
+        assert not waits.done()
+        held.set()
+        await waits
         assert (await running.status())["server"]["clearsIdleSlots"] is False
