@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import IO, Any, BinaryIO, Literal, TextIO, cast
 
 import msgspec
 
@@ -52,7 +52,9 @@ def configure(form: Literal["auto", "console", "json"], level: str) -> None:
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=(
-            structlog.WriteLoggerFactory(sys.stderr) if console else structlog.BytesLoggerFactory(sys.stderr.buffer)
+            structlog.WriteLoggerFactory(cast(TextIO, _Lossy(sys.stderr)))
+            if console
+            else structlog.BytesLoggerFactory(cast(BinaryIO, _Lossy(sys.stderr.buffer)))
         ),
         cache_logger_on_first_use=False,
     )
@@ -79,6 +81,21 @@ class _Current:
             raise AttributeError(name)
         self.bind()
         return getattr(self, name)
+
+
+class _Lossy:
+    """A file that loses what can't be written: a full disk, or a reader that has gone, must stop nothing else."""
+
+    def __init__(self, file: IO[Any]) -> None:
+        self._file = file
+
+    def write(self, text: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 _METHODS = ("debug", "info", "warning", "error", "exception", "log", "is_enabled_for")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import re
 import signal
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import structlog
@@ -101,6 +105,24 @@ def test_json_leaves_out_what_is_not_known(capfdbinary: pytest.CaptureFixture[by
     event = json.loads(written)
     assert event.pop("timestamp").endswith("Z")
     assert event == {"event": "exchange", "level": "info", "request": "a"}
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_cannot_be_written_is_lost(form: Literal["json", "console"], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a full disk, or a reader that has gone, would end what the log only tells of."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    broken = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stderr", broken)
+    log.configure(form, "info")
+    try:
+        log.get().info("config_reloaded", generation=2)
+        logging.getLogger("asyncio").error("a library's")
+    finally:
+        structlog.reset_defaults()
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            broken.close()
 
 
 def test_level_and_format_change_while_it_runs(tmp_path: Path) -> None:
