@@ -233,8 +233,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink.on_head(status, self._phrase, head)
         if self._method == "HEAD":
             # The parser would wait for the body that the head announces.
-            self._finish()
             self._wire.abort()
+            self._finish()
 
     def on_message_complete(self) -> None:
         if self._sink is not None and self._parser.get_status_code() >= 200:

@@ -92,6 +92,17 @@ async def test_head_relays_the_head_only() -> None:
         await client.close()
 
 
+@on_loop
+async def test_an_answer_to_head_is_no_sign_of_a_restart() -> None:
+    """Its connection is not kept, by slotpin's choice; a server that closes one may be another process soon."""
+    async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
+        for _ in range(2):
+            assert (await running.fetch()).status == 200
+            assert (await running.fetch("/health", None, method="HEAD")).status == 200
+            await until(lambda: stub.open == 0, "its connection is closed")
+        assert len(stub.probes) == 1
+
+
 @pytest.mark.parametrize("head", [b"204 No Content", b"304 Not Modified", b"304 Not Modified\r\nContent-Length: 999"])
 @on_loop
 async def test_answers_without_a_body(head: bytes) -> None:
