@@ -90,9 +90,6 @@ class Exchange:
         if reply := _bad_request(head):
             incoming.reply(reply)
             return
-        if incoming.flow.paused:
-            await self._steps.in_a_task()
-            await incoming.flow.drain()  # of the answer before, where requests were sent ahead
         route = read_route(head.method, head.target)
         if route.shape is None:
             self._state.relayed += 1

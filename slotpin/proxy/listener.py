@@ -385,6 +385,8 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.flow.resume()
+        if self._is_new:
+            self._loop.call_soon(self._handle_new)
 
     # httptools
 
@@ -456,7 +458,8 @@ class ClientConnection(asyncio.Protocol):
         self._is_new = True
 
     def _handle_new(self) -> None:
-        if self._is_new and (incoming := self._current) is not None:
+        # A client that does not take the answers before it gets no further ones.
+        if self._is_new and not self.flow.paused and (incoming := self._current) is not None:
             self._is_new = False
             work = self._handler(incoming)
             if self._current is incoming:  # else it is over

@@ -210,6 +210,26 @@ async def test_back_pressure_holds_for_requests_sent_ahead() -> None:
 
 
 @on_loop
+async def test_back_pressure_holds_for_slotpins_own_answers() -> None:
+    """A client that sends requests ahead and reads no answer could fill the memory with them."""
+    count, session = 3000, [b"X-Slotpin-Session: s"]
+    async with stub_upstream() as stub, running_proxy(settings_for(stub)) as running:
+        await running.fetch(CHAT, headers=session)
+        conversations = running.proxy.state.conversations
+        client = await running.client()
+        client.stop_reading()
+        client.send_nowait(request("GET", "/slotpin/") * count + request("POST", "/slotpin/forget", headers=session))
+        await asyncio.sleep(0.5)
+        assert len(conversations) == 1
+        client.go_on_reading()
+        for _ in range(count):
+            assert (await client.read_response()).status == 200
+        assert (await client.read_response()).body == b'{"forgotten":true}'
+        assert len(conversations) == 0
+        await client.close()
+
+
+@on_loop
 async def test_a_client_that_stops_reading_and_leaves() -> None:
     flood = Flood("chunked")
     async with stub_upstream(flood) as stub, running_proxy(settings_for(stub)) as running:
